@@ -1,0 +1,145 @@
+"""The base of every configuration: unknown keys forbidden, and errors that name key, value and the nearest key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from decaybench.core.errors import UserError
+from decaybench.core.names import nearest
+
+
+class Config(BaseModel):
+    """A frozen configuration object. Unknown keys are errors at every level."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+    def plain(self) -> dict[str, Any]:
+        """The configuration as JSON-able data, every default filled in."""
+        return self.model_dump(mode="json")
+
+
+C = TypeVar("C", bound=BaseModel)
+
+
+def parse(kind: type[C], data: Mapping[str, Any], where: str = "") -> C:
+    """`data` as a `kind`. Raises UserError with one line on the first thing that is wrong."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise UserError(explain(error, kind, where)) from None
+
+
+def explain(error: ValidationError, kind: type[BaseModel], where: str = "") -> str:
+    """One line for a pydantic error: the key's full path, the value, and the nearest valid key."""
+    problems = error.errors()
+    # A misspelt required key is both missing and unknown; the unknown one is what to say.
+    first = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
+    path = [str(part) for part in first["loc"]]
+    key = ".".join(([where] if where else []) + path) or kind.__name__
+    rest = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    if first["type"] == "extra_forbidden":
+        known = _known_keys(kind, path[:-1])
+        hint = nearest(path[-1], known) if path else None
+        tail = f"did you mean {hint!r}?" if hint else f"known: {', '.join(sorted(known)) or 'none'}"
+        return f"unknown key {key!r} (value {first['input']!r}); {tail}{rest}"
+    if first["type"] == "missing":
+        return f"{key} is missing{rest}"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error" and not path:
+        return (f"{where}: " if where else "") + message + rest
+    message = message[:1].lower() + message[1:]
+    hint = ""
+    if first["type"] == "literal_error":
+        found = nearest(str(first["input"]), _expected(first.get("ctx", {}).get("expected", "")))
+        hint = f"; did you mean {found!r}?" if found else ""
+    return f"{key}={_short(first['input'])}: {message}{hint}{rest}"
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file's mapping. Raises UserError when it can't be read or isn't a mapping."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"can't read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold a mapping of keys to values, not {type(content).__name__}")
+    return content
+
+
+def apply_settings(data: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+    """`data` with each `a.b.c=value` of `settings` put in; values are read as YAML. Raises UserError."""
+    for setting in settings:
+        key, found, text = setting.partition("=")
+        path = key.strip().split(".")
+        if not found or not all(path):
+            raise UserError(f"--set takes key=value, for example training.steps=500, not {setting!r}")
+        try:
+            value = _number(yaml.safe_load(text))
+        except yaml.YAMLError:
+            raise UserError(f"--set {key}: {text!r} is not a YAML value") from None
+        merge(data, nested(path, value))
+    return data
+
+
+def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Put `over` into `base`, mapping by mapping; values of `over` win. Returns `base`."""
+    for key, value in over.items():
+        known = base.get(key)
+        if isinstance(value, Mapping) and isinstance(known, dict):
+            merge(known, value)
+        else:
+            base[key] = value
+    return base
+
+
+def nested(path: list[str], value: Any) -> dict[str, Any]:
+    """{a: {b: value}} from the path [a, b]."""
+    for part in reversed(path):
+        value = {part: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def _number(value: Any) -> Any:
+    # YAML 1.1 reads 1e-3 (no dot) as a string; everyone who types it means a number.
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _known_keys(kind: type[BaseModel], path: list[str]) -> list[str]:
+    for part in path:
+        if part.isdigit():  # the place in a list: its items are what the annotation names
+            continue
+        field = kind.model_fields.get(part)
+        inner = list(_models_in(field.annotation)) if field else []
+        if not inner:
+            return []
+        kind = inner[0]
+    return list(kind.model_fields)
+
+
+def _models_in(annotation: Any) -> Iterable[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
+
+
+def _expected(text: str) -> list[str]:
+    return [part.strip(" '") for part in text.replace(" or ", ",").split(",")]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
