@@ -1,0 +1,186 @@
+"""What a task is: a pure generator of samples and the rule that scores them.
+
+A `Shape` says what one sample looks like; a batch of samples is a pure function of (task, version, config, split,
+seed, shape, index). A task knows nothing of models or training: it hands out token and label arrays, and turns
+"was this label predicted?" into scores.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from decaybench.core.config import Config
+from decaybench.core.draws import Draws
+from decaybench.core.errors import UserError
+from decaybench.core.hashing import digest, key64
+from decaybench.core.scoring import Metric, score
+
+IGNORED = -100
+
+Split = Literal["train", "validation", "test"]
+
+
+class Shape(Config):
+    """What one sample looks like. Each task adds its own fields."""
+
+    length: int = Field(ge=1, description="tokens in a sample")
+
+
+class Stage(Config):
+    """One stage of a training plan: samples of one shape. Each task narrows the type of `shape`."""
+
+    shape: Shape
+    examples: int | None = Field(default=None, ge=1, description="size of a fixed training set; none: unlimited")
+
+
+class TaskConfig(Config):
+    """The rules of a task and its training data. Part of the training hash."""
+
+    name: str
+    train_length: int = Field(ge=2, description="longest training length, tokens")
+
+
+class EvaluationConfig(Config):
+    """What is asked of a trained model. Not part of the training hash."""
+
+    lengths: tuple[str, ...] = Field(
+        default=("1x", "2x", "4x", "8x"), description="evaluation lengths: multiples of train_length (2x) or tokens"
+    )
+    samples: int = Field(default=100, ge=1, le=1_000_000, description="samples a cell")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="seed of the evaluation samples")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A block of samples. All arrays int64.
+
+    tokens [B, T]: what the model reads. labels [B, T]: what it should say at that place, IGNORED elsewhere.
+    distance [B, T]: tokens between the place where the answer was written and the place where it is asked, 0 where
+    nothing is asked. details: further facts about each sample, [B] each (a realised depth, for example).
+    """
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    distance: NDArray[np.int64]
+    details: dict[str, NDArray[Any]] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> NDArray[np.bool_]:
+        """Where a label is asked for, bool [B, T]."""
+        asked: NDArray[np.bool_] = self.labels != IGNORED
+        return asked
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of an evaluation: a shape, and the coordinates by which tables and figures name it."""
+
+    shape: Shape
+    variant: str
+    coordinates: dict[str, float | int]
+
+    @property
+    def name(self) -> str:
+        """A file-safe name, unique within an evaluation."""
+        parts = [f"{key}{value:g}" for key, value in self.coordinates.items()]
+        return "-".join([self.variant, f"length{self.shape.length}", *parts])
+
+
+T = TypeVar("T", bound=TaskConfig)
+S = TypeVar("S", bound=Shape)
+E = TypeVar("E", bound=EvaluationConfig)
+
+
+class Task(ABC, Generic[T, S, E]):
+    """A benchmark task. Subclasses give the generator; ids, hashes and keys are the same for all."""
+
+    name: ClassVar[str]
+    version: ClassVar[int]
+    metric: ClassVar[Metric]
+
+    def __init__(self, config: T) -> None:
+        self.config = config
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Tokens are integers in [0, vocab_size)."""
+
+    @abstractmethod
+    def check(self, shape: S) -> None:
+        """Raises UserError, naming the smallest size that works, where no sample of `shape` exists."""
+
+    @abstractmethod
+    def stages(self) -> Sequence[Stage]:
+        """The training plan, easiest stage first."""
+
+    @abstractmethod
+    def cells(self, evaluation: E, lengths: Sequence[int]) -> list[Cell]:
+        """The cells of an evaluation at the given lengths (tokens). Raises UserError where a cell can't exist."""
+
+    @abstractmethod
+    def _sample(self, shape: S, draws: Draws) -> Batch:
+        """The samples that `draws` stands for."""
+
+    def check_length(self, stage: Stage) -> None:
+        """Raises UserError where a stage is longer than train_length, which evaluation lengths are multiples of."""
+        if stage.shape.length > self.config.train_length:
+            raise UserError(
+                f"task.train_length={self.config.train_length} is shorter than a training stage: "
+                f"the smallest is {stage.shape.length}"
+            )
+
+    def rules(self) -> dict[str, Any]:
+        """The part of the configuration that changes samples; it enters keys and hashes."""
+        plain = self.config.plain()
+        return {key: plain[key] for key in plain if key not in ("train_length", "stages")}
+
+    def batch(self, shape: S, split: Split, seed: int, indices: NDArray[np.int64]) -> Batch:
+        """The samples with these indices, a pure function of the arguments and the task's rules.
+
+        The three splits never share a sample stream. Raises UserError where no sample of `shape` exists.
+        """
+        self.check(shape)
+        return self._sample(shape, Draws(key64(*self._origin(shape, split, seed)), indices))
+
+    def sample_ids(self, shape: S, split: Split, seed: int, indices: NDArray[np.int64]) -> list[str]:
+        """A sample's id: 16 hexadecimal digits, a hash of all that it is a function of."""
+        origin = digest(self._origin(shape, split, seed))
+        return [digest([origin, int(index)])[:16] for index in indices]
+
+    def _origin(self, shape: S, split: Split, seed: int) -> list[Any]:
+        return [self.name, self.version, self.rules(), shape.plain(), split, seed]
+
+    def scores(self, batch: Batch, correct: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Each sample's score in [0, 1], float64 [B]; correct: bool [B, T], read where a label is asked for."""
+        asked = batch.asked
+        hits = (correct & asked).sum(axis=1)
+        return score(self.metric, hits, asked.sum(axis=1))
+
+
+def doubling_lengths(train_length: int) -> list[int]:
+    """A curriculum's lengths: 32, 64, ... below train_length, then train_length itself."""
+    lengths = []
+    length = 32
+    while length < train_length:
+        lengths.append(length)
+        length *= 2
+    return [*lengths, train_length]
+
+
+V = TypeVar("V", bound=tuple[Any, ...])
+
+
+def without_repeats(values: V) -> V:
+    """For a validator: `values`, or ValueError where two of them would give a cell the same name."""
+    names = [f"{abs(value):g}" if isinstance(value, float) else str(value) for value in values]
+    if len(set(names)) < len(names):
+        raise ValueError("must not repeat a value")
+    return values

@@ -1,0 +1,39 @@
+"""Names -> tasks. A name that isn't here is answered with the nearest one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from decaybench.core.names import unknown
+from decaybench.tasks.base import EvaluationConfig, Task, TaskConfig
+from decaybench.tasks.mqar import Mqar, MqarConfig, MqarEvaluation
+from decaybench.tasks.niah import Niah, NiahConfig, NiahEvaluation
+
+
+@dataclass(frozen=True)
+class TaskEntry:
+    """A task, its two configurations and one line about it."""
+
+    task: type[Task[Any, Any, Any]]
+    config: type[TaskConfig]
+    evaluation: type[EvaluationConfig]
+    description: str
+
+
+TASKS: dict[str, TaskEntry] = {
+    "mqar": TaskEntry(Mqar, MqarConfig, MqarEvaluation, "recall of many key-value pairs, by number and by length"),
+    "niah": TaskEntry(Niah, NiahConfig, NiahEvaluation, "recall of one planted fact, by length and by depth"),
+}
+
+
+def get_task(name: str) -> TaskEntry:
+    """The task of this name. Raises UserError with the nearest name where there is none."""
+    if name not in TASKS:
+        raise unknown("task", name, TASKS)
+    return TASKS[name]
+
+
+def make_task(config: TaskConfig) -> Task[Any, Any, Any]:
+    """The task that `config` describes. Raises UserError where its name is unknown."""
+    return get_task(config.name).task(config)
