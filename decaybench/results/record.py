@@ -1,0 +1,471 @@
+"""The record: one JSON object that holds all that is claimed of a run, and the counts to check it by.
+
+A record names itself: `record_id` is the sha256 of the canonical JSON of everything else in it. What is not known is
+absent; only `comparable_to` is written as null, because "comparable to nothing" is a statement.
+`python -m decaybench.results.record` prints the JSON schema that is committed beside this file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from decaybench.core.config import Config, parse
+from decaybench.core.errors import UserError
+from decaybench.core.files import read_json, readable_json
+from decaybench.core.hashing import canonical_json, digest
+from decaybench.core.scoring import Metric
+from decaybench.results.statistics import Interval, cell_statistics, octave
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SCHEMA_VERSION = 1
+
+
+def _json_able(content: dict[str, Any]) -> dict[str, Any]:
+    canonical_json(content).encode()
+    return content
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_json_able)]
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class Part(Config):
+    """A part of a record: finite numbers only, and an optional field that is None is left out."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    @model_serializer(mode="wrap")
+    def _leave_out_absent(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields = type(self).model_fields
+        return {key: value for key, value in dump(self).items() if value is not None or fields[key].is_required()}
+
+
+class TaskInfo(Part):
+    """What was asked."""
+
+    name: str = Field(description="the task's name")
+    version: int = Field(ge=1, description="the task's version: it goes up when any sample changes")
+    config: JsonObject = Field(description="the task's rules: every option that changes samples")
+    evaluation: JsonObject = Field(description="the resolved evaluation configuration")
+    metric: Metric = Field(description="how a sample's counts become its score")
+    data_hash: Sha256 = Field(description="sha256 over the evaluation samples of all cells, see `data_hash`")
+
+
+class ParameterCounts(Part):
+    """How large the model is, parameters."""
+
+    total: Count = Field(description="all trainable parameters; tied weights count once")
+    embedding: Count = Field(description="of these, in embeddings and an untied head")
+    not_decayed: Count = Field(description="of these, without weight decay in training")
+
+
+class ModelInfo(Part):
+    """What was measured."""
+
+    cell: str = Field(description="architecture and add-ons as tables spell it: mamba2+post")
+    architecture: str = Field(description="the registered name of the architecture")
+    addons: tuple[str, ...] = Field(description="the add-ons in use")
+    config: JsonObject = Field(description="the resolved model configuration, each add-on with every option")
+    parameters: ParameterCounts = Field(description="parameter counts")
+    state_elements: tuple[Count, ...] = Field(description="numbers in each layer's state, counted from a real cache")
+    backend: str = Field(description="the kernels that ran: torch, fla, mamba_ssm")
+
+
+class StageInfo(Part):
+    """One stage of the curriculum."""
+
+    shape: JsonObject = Field(description="what the stage's samples look like")
+    step: Count | None = Field(default=None, description="training step at which it was mastered; absent: never")
+
+
+class TrainingInfo(Part):
+    """How the model was trained, where decaybench trained it."""
+
+    config: JsonObject = Field(description="the resolved training configuration")
+    training_hash: str = Field(description="hash of all that the trained weights are a function of")
+    seed: Count = Field(description="seed of initial weights and training data")
+    train_length: int = Field(ge=1, description="longest training length, tokens")
+    steps: Count = Field(description="optimiser steps")
+    tokens: Count = Field(description="tokens trained on")
+    optimizer: str = Field(description="the optimiser's name")
+    learning_rate: float = Field(ge=0, description="highest learning rate of the schedule")
+    final_loss: float = Field(description="training loss at the end, nats per label")
+    final_accuracy: float | None = Field(default=None, ge=0, le=1, description="training accuracy at the end, 0..1")
+    stages: tuple[StageInfo, ...] = Field(default=(), description="the curriculum's stages in order; none: empty")
+
+
+class CheckpointInfo(Part):
+    """Where the model came from, where it was given."""
+
+    source: str = Field(description="the name that the user gave: its last two path parts")
+    sha256: Sha256 = Field(description="sha256 of the weights' file")
+
+    @field_validator("source")
+    @classmethod
+    def _no_private_path(cls, source: str) -> str:
+        return "/".join([part for part in re.split(r"[/\\]", source) if part][-2:])
+
+
+class RealTokens(Part):
+    """How long the samples of a cell really are, tokens."""
+
+    min: Count = Field(description="the shortest sample, tokens")
+    mean: float = Field(ge=0, description="mean over samples, tokens")
+    max: Count = Field(description="the longest sample, tokens")
+
+
+class DistanceBin(Part):
+    """Questions whose answer was written between `low` and `high` tokens before they were asked."""
+
+    low: int = Field(ge=1, description="shortest distance, tokens; a power of two")
+    high: int = Field(ge=2, description="first distance beyond the bin, tokens: twice `low`")
+    asked: int = Field(ge=1, description="questions asked")
+    correct: Count = Field(description="questions answered correctly")
+
+
+class CellResult(Part):
+    """One cell of the evaluation, with the counts that its value is computed from."""
+
+    name: str = Field(description="the cell's name, also of its file of samples")
+    variant: str = Field(description="the task's variant that the cell belongs to")
+    eval_length: int = Field(ge=1, description="evaluation length, tokens")
+    ratio: float | None = Field(default=None, gt=0, description="eval_length / train_length; absent: not known")
+    depth: float | None = Field(default=None, ge=0, le=1, description="depth asked for: 0 = start, 1 = end")
+    kv: int | None = Field(default=None, ge=1, description="key-value pairs a sample")
+    n: int = Field(ge=1, description="samples")
+    real_tokens: RealTokens = Field(description="true sample lengths, tokens")
+    realised_depth: float | None = Field(default=None, ge=0, le=1, description="mean depth found in the samples, 0..1")
+    correct: tuple[Count, ...] = Field(description="questions answered correctly, a number a sample, by index")
+    asked: tuple[Count, ...] = Field(description="questions asked, a number a sample, by index")
+    value: float = Field(ge=0, le=1, description="mean over samples of the metric, 0..1")
+    standard_error: float = Field(ge=0, description="standard error of the value")
+    interval: Interval = Field(description="95 % interval of the value, see `statistics.cell_statistics`")
+    by_distance: tuple[DistanceBin, ...] = Field(
+        default=(), description="answers by distance, in octaves, nearest first; empty: the task has no distances"
+    )
+
+    @model_validator(mode="after")
+    def _possible_counts(self) -> CellResult:
+        if not self.n == len(self.correct) == len(self.asked):
+            raise ValueError(f"n is {self.n}, but correct has {len(self.correct)} counts and asked {len(self.asked)}")
+        if any(not correct <= asked or asked < 1 for correct, asked in zip(self.correct, self.asked, strict=True)):
+            raise ValueError("each sample needs asked >= 1 and 0 <= correct <= asked")
+        return self
+
+
+class SpectrumAt(Part):
+    """A layer's timescales (tau = -1 / log_decay) at one position."""
+
+    position: int = Field(ge=1, description="position in the document, tokens")
+    slowest: float = Field(ge=0, description="largest timescale, tokens")
+    median: float = Field(ge=0, description="median timescale, tokens")
+    fastest: float = Field(ge=0, description="smallest timescale, tokens")
+    smallest_log_gap: float | None = Field(
+        default=None, description="smallest gap between neighbouring log timescales, nats; absent: one timescale"
+    )
+    median_log_gap: float | None = Field(
+        default=None, description="median gap between neighbouring log timescales, nats; absent: one timescale"
+    )
+
+
+class LayerSpectrum(Part):
+    """The timescales of one layer, before and after training."""
+
+    layer: Count = Field(description="index of the layer")
+    at_start: tuple[SpectrumAt, ...] | None = Field(
+        default=None, description="at initialisation, by position; absent: not known"
+    )
+    after: tuple[SpectrumAt, ...] = Field(description="of the measured weights, by position")
+
+
+class SpectrumInfo(Part):
+    """The decay spectrum; a layer without decay has no entry."""
+
+    layers: tuple[LayerSpectrum, ...] = Field(description="by layer")
+
+
+class Environment(Part):
+    """Where it ran."""
+
+    decaybench: str = Field(description="version of decaybench")
+    python: str = Field(description="version of Python")
+    packages: dict[str, str] = Field(description="versions of the packages that compute: torch, numpy, ...")
+    platform: str = Field(description="operating system and processor")
+    device: str = Field(description="the device's name")
+    dtype: str = Field(description="dtype of the evaluation's matrix products")
+    threads: int = Field(ge=1, description="CPU threads")
+    git_revision: str | None = Field(default=None, description="revision of the source; absent: not a checkout")
+    git_dirty: bool | None = Field(default=None, description="whether the source had changes; absent: not a checkout")
+    batch_tokens: int = Field(ge=1, description="largest evaluation batch, tokens")
+
+
+class Cost(Part):
+    """What it took."""
+
+    train_seconds: Seconds | None = Field(default=None, description="wall time of training, s")
+    evaluation_seconds: Seconds = Field(description="wall time of evaluation, s")
+    train_tokens_per_second: float | None = Field(default=None, ge=0, description="training speed, tokens/s")
+    evaluation_tokens_per_second: float = Field(ge=0, description="evaluation speed, tokens/s")
+    peak_memory_bytes: Count = Field(description="peak memory of the device, or of the process on a CPU, bytes")
+
+
+class Record(Part):
+    """All that is claimed of one run. `to_json()` is its file; notebooks and rich show it as a table."""
+
+    schema_version: Literal[1] = Field(description="version of this schema")
+    record_id: Sha256 = Field(description="sha256 of the canonical JSON of all other fields")
+    task: TaskInfo = Field(description="what was asked")
+    model: ModelInfo = Field(description="what was measured")
+    training: TrainingInfo | None = Field(default=None, description="how it was trained; absent: a given checkpoint")
+    checkpoint: CheckpointInfo | None = Field(default=None, description="which checkpoint; absent: trained here")
+    seed: Count = Field(description="the run's seed")
+    cells: tuple[CellResult, ...] = Field(min_length=1, description="the evaluation's cells")
+    spectrum: SpectrumInfo | None = Field(default=None, description="decay spectrum; absent: not measured")
+    environment: Environment = Field(description="where it ran")
+    cost: Cost = Field(description="what it took")
+    comparable_to: str | None = Field(description="the named protocol that it matches exactly, or null")
+
+    @model_validator(mode="after")
+    def _one_origin_and_distinct_cells(self) -> Record:
+        if (self.training is None) == (self.checkpoint is None):
+            raise ValueError("a record holds exactly one of training and checkpoint")
+        names = [cell.name for cell in self.cells]
+        repeated = {name for name in names if names.count(name) > 1}
+        if repeated:
+            raise ValueError(f"two cells have the name {min(repeated)!r}")
+        return self
+
+    @property
+    def train_length(self) -> int | None:
+        """Longest training length, tokens; None for a given checkpoint."""
+        return self.training.train_length if self.training else None
+
+    def to_json(self) -> str:
+        """The record's file: indented JSON with each list of counts on one line."""
+        return readable_json(self.plain()) + "\n"
+
+    def __rich__(self) -> Table:
+        from rich.table import Table
+
+        table = Table(title=_title(self), title_justify="left", caption=_caption(self), caption_justify="left")
+        for heading in _headings(self):
+            table.add_column(heading, justify="left" if heading == "variant" else "right")
+        for row in _rows(self):
+            table.add_row(*row)
+        return table
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{escape(heading)}</th>" for heading in _headings(self))
+        lines = ["<tr>" + "".join(f"<td>{escape(entry)}</td>" for entry in row) + "</tr>" for row in _rows(self)]
+        return (
+            f"<table><caption>{escape(_title(self))}<br>{escape(_caption(self))}</caption>"
+            f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+        )
+
+
+class Group(NamedTuple):
+    """The cells of one variant, length and number of pairs, put together: the mean over depths."""
+
+    variant: str
+    eval_length: int
+    ratio: float | None
+    kv: int | None
+    value: float
+    interval: Interval
+    n: int
+
+
+def seal(content: Mapping[str, Any]) -> Record:
+    """The record with this content, its schema version and id filled in. Raises UserError on what is not a record."""
+    blank = {**content, "schema_version": SCHEMA_VERSION, "record_id": "0" * 64}
+    record = parse(Record, blank)
+    return record.model_copy(update={"record_id": record_hash(record.plain())})
+
+
+def record_hash(content: Mapping[str, Any]) -> str:
+    """The id of a record with this plain content; its own `record_id`, if any, doesn't count."""
+    return digest({key: content[key] for key in content if key != "record_id"})
+
+
+def read_record(path: Path) -> Record:
+    """The record in a file. Raises UserError with one line: missing, damaged, not a record, or changed since."""
+    return parse_record(read_json(path), str(path))
+
+
+def parse_record(content: Any, where: str) -> Record:
+    """JSON content as a record whose id is right. Raises UserError; `where` says in it what was read."""
+    if not isinstance(content, dict):
+        raise UserError(f"{where} must hold a JSON object, not {type(content).__name__}")
+    version = content.get("schema_version")
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise UserError(f"{where} has schema_version {version}; this decaybench reads {SCHEMA_VERSION}: update it")
+    try:
+        record = parse(Record, content)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    expected = record_hash(record.plain())
+    if record.record_id != expected:
+        raise UserError(
+            f"{where}: record_id is {record.record_id[:12]}, but its content has {expected[:12]}: it was changed"
+        )
+    return record
+
+
+def check_counts(record: Record) -> None:
+    """Recompute every cell from its counts (relative tolerance 1e-9). Raises UserError on the first difference.
+
+    That the counts are possible (correct <= asked, n of them) holds for every Record.
+    """
+    for cell in record.cells:
+        for problem in _problems(cell, record.task.metric, record.train_length):
+            raise UserError(f"cell {cell.name!r}: {problem}")
+
+
+def data_hash(cells: Iterable[tuple[str, str]]) -> str:
+    """The hash of an evaluation's data: sha256 over (name, content hash) of its cells in order.
+
+    A cell's content hash is the sha256 of its samples in order of index: for each its tokens, then its labels, as
+    little-endian int64. It doesn't depend on how the samples were batched.
+    """
+    return digest([[name, content] for name, content in cells])
+
+
+def distance_bins(distances: Iterable[int], hits: Iterable[bool]) -> tuple[DistanceBin, ...]:
+    """Questions counted by the octave of their distance (tokens), nearest first; octaves without any are absent."""
+    counts: dict[int, list[int]] = {}
+    for distance, hit in zip(distances, hits, strict=True):
+        count = counts.setdefault(octave(distance), [0, 0])
+        count[0] += 1
+        count[1] += bool(hit)
+    return tuple(
+        DistanceBin(low=low, high=2 * low, asked=asked, correct=correct)
+        for low, (asked, correct) in sorted(counts.items())
+    )
+
+
+def groups(record: Record) -> list[Group]:
+    """The record's cells put together over depths, in their order; the statistics are of a group's pooled counts."""
+    found: dict[tuple[str, int, int | None], list[CellResult]] = {}
+    for cell in record.cells:
+        found.setdefault((cell.variant, cell.eval_length, cell.kv), []).append(cell)
+    return [_group(record.task.metric, cells) for cells in found.values()]
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema (draft 2020-12) of a record's file."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Record.model_json_schema()}
+    for kind in [schema, *schema["$defs"].values()]:
+        required = set(kind.get("required", ()))
+        kind["properties"] = {
+            key: value if key in required else _never_null(value) for key, value in kind["properties"].items()
+        }
+    return schema
+
+
+_ACCURACY: dict[Metric, str] = {
+    "mean_accuracy": "share of a sample's questions answered",
+    "all_correct": "share of samples with every answer right",
+}
+
+
+def _headings(record: Record) -> tuple[str, ...]:
+    pairs = ("kv",) if any(cell.kv is not None for cell in record.cells) else ()
+    return ("variant", "length", "ratio", *pairs, "accuracy", "95 % interval", "samples")
+
+
+def _title(record: Record) -> str:
+    origin = record.checkpoint.source if record.checkpoint else f"seed {record.seed}"
+    return f"{record.task.name} v{record.task.version}: {record.model.cell}, {origin}"
+
+
+def _caption(record: Record) -> str:
+    comparable = f"; comparable to {record.comparable_to}" if record.comparable_to else ""
+    depths = ", over all depths" if any(cell.depth is not None for cell in record.cells) else ""
+    return f"accuracy: {_ACCURACY[record.task.metric]}{depths}{comparable}; record {record.record_id[:12]}"
+
+
+def _rows(record: Record) -> Iterator[tuple[str, ...]]:
+    for group in groups(record):
+        low, high = group.interval
+        ratio = "" if group.ratio is None else f"{group.ratio:g}x"
+        kv = () if "kv" not in _headings(record) else ("" if group.kv is None else str(group.kv),)
+        span = f"[{low:.3f}, {high:.3f}]"
+        yield group.variant, str(group.eval_length), ratio, *kv, f"{group.value:.3f}", span, str(group.n)
+
+
+def _group(metric: Metric, cells: Sequence[CellResult]) -> Group:
+    correct = [count for cell in cells for count in cell.correct]
+    asked = [count for cell in cells for count in cell.asked]
+    value, _, interval = cell_statistics(metric, correct, asked)
+    first = cells[0]
+    return Group(first.variant, first.eval_length, first.ratio, first.kv, value, interval, len(asked))
+
+
+def _problems(cell: CellResult, metric: Metric, train_length: int | None) -> Iterator[str]:
+    value, error, interval = cell_statistics(metric, cell.correct, cell.asked)
+    for name, given, found in (
+        ("value", cell.value, value),
+        ("standard_error", cell.standard_error, error),
+        ("interval.0", cell.interval[0], interval[0]),
+        ("interval.1", cell.interval[1], interval[1]),
+    ):
+        if not _equal(given, found):
+            yield f"{name} is {given!r}, but its counts give {found!r}"
+    if train_length is not None and cell.ratio is not None and not _equal(cell.ratio, cell.eval_length / train_length):
+        yield f"ratio is {cell.ratio!r}, but {cell.eval_length} / {train_length} tokens is not"
+    if not cell.real_tokens.min <= cell.real_tokens.mean <= cell.real_tokens.max:
+        yield "real_tokens has min, mean and max out of order"
+    if cell.by_distance:
+        yield from _distance_problems(cell)
+
+
+def _distance_problems(cell: CellResult) -> Iterator[str]:
+    lows = [part.low for part in cell.by_distance]
+    if lows != sorted(set(lows)) or any(octave(low) != low for low in lows):
+        yield "by_distance must have rising powers of two as low"
+    for part in cell.by_distance:
+        if part.high != 2 * part.low:
+            yield f"by_distance from {part.low} goes to {part.high}, not {2 * part.low}"
+        if part.correct > part.asked:
+            yield f"by_distance from {part.low} has {part.correct} correct of {part.asked} asked"
+    for name in ("asked", "correct"):
+        binned, counted = sum(getattr(part, name) for part in cell.by_distance), sum(getattr(cell, name))
+        if binned != counted:
+            yield f"by_distance has {binned} {name}, but the samples have {counted}"
+
+
+def _equal(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
+
+
+def _never_null(field: dict[str, Any]) -> dict[str, Any]:
+    if {"type": "null"} not in field.get("anyOf", ()):
+        return field
+    choices = [choice for choice in field["anyOf"] if choice != {"type": "null"}]
+    kept = {key: value for key, value in field.items() if key not in ("anyOf", "default")}
+    return {**kept, **choices[0]} if len(choices) == 1 else {**kept, "anyOf": choices}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n")

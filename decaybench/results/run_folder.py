@@ -1,0 +1,246 @@
+"""The run folder: what a run has done so far, so that the same command goes on from there.
+
+    config.yaml               the resolved configuration
+    log.jsonl                 one line an event
+    checkpoint/               weights and optimiser (models/checkpoints.py)
+    evaluations/<hash>/       samples/<cell>.jsonl, figures/, record.json (written last: the evaluation is complete)
+
+Every file is whole, or is lines of which only the last can be torn by a kill; a torn line is cut off, never guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from filelock import FileLock, Timeout
+from pydantic import ConfigDict, Field, ValidationError
+
+from decaybench.core.config import Config, explain, read_yaml
+from decaybench.core.errors import RunError, UserError
+from decaybench.core.files import append_lines, atomic_write_text, cut, writing
+from decaybench.results.record import Record
+
+_LOCK = ".lock"
+_CONFIG = "config.yaml"
+_EVALUATIONS = "evaluations"
+
+
+class SampleLine(Config):
+    """One evaluated sample: a line of `samples/<cell>.jsonl`. The lists have an entry a question."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    id: str = Field(description="the sample's id, a hash of all that it is a function of")
+    index: int = Field(ge=0, description="the sample's index in its cell")
+    target: tuple[int, ...] = Field(description="the right answers, token ids")
+    answer: tuple[int, ...] = Field(description="the model's answers, token ids")
+    score: float = Field(ge=0, le=1, description="the metric's score, 0..1")
+    distance: tuple[int, ...] = Field(description="tokens between writing and asking")
+    length: int = Field(ge=0, description="true length, tokens")
+    depth: float | None = Field(default=None, ge=0, le=1, description="realised depth, 0..1; absent: none")
+
+
+class Loaded(NamedTuple):
+    """The samples that a log holds, and a note for the user where damaged lines had to be dropped."""
+
+    lines: list[SampleLine]
+    note: str | None
+
+
+class SampleLog:
+    """The samples of one cell in order of index, 0 first, appended as batches are done."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def load(self, whole: int, total: int | None = None) -> Loaded:
+        """The samples done so far; what can't be used is cut off the file.
+
+        whole: samples a batch. A kill may leave part of a batch, and a resumed run must compute the same batches as
+        an uninterrupted one: only a multiple of `whole` is kept, or all where `total` (samples of the cell) are there.
+        From the first damaged line on, all is cut. Raises UserError where the file can't be read, RunError where it
+        can't be cut.
+        """
+        content = self._bytes()
+        complete = content.split(b"\n")[:-1]
+        lines, reason = _valid(complete)
+        note = None
+        if reason:
+            note = f"{self.path} line {len(lines) + 1} is damaged ({reason}); evaluating again from there"
+        kept = total if total is not None and len(lines) >= total else len(lines) - len(lines) % whole
+        size = sum(len(line) + 1 for line in complete[:kept])
+        if size < len(content):
+            cut(self.path, size)
+        return Loaded(lines[:kept], note)
+
+    def read(self) -> list[SampleLine]:
+        """All samples of a finished cell, as they are. Raises UserError where any line is damaged."""
+        content = self._bytes()
+        lines, reason = _valid(content.split(b"\n")[:-1])
+        if reason or not content.endswith(b"\n"):
+            raise UserError(f"{self.path} line {len(lines) + 1} is damaged ({reason or 'cut short'})")
+        return lines
+
+    def _bytes(self) -> bytes:
+        try:
+            return self.path.read_bytes()
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            raise UserError(f"can't read {self.path}: {error.strerror}") from None
+
+    def append(self, lines: Iterable[SampleLine]) -> None:
+        """Add a batch in one write, and wait for the disk. Raises RunError; the file is then as it was."""
+        append_lines(self.path, [line.model_dump_json(exclude_none=True) for line in lines])
+
+
+class EvaluationFolder:
+    """The folder of one evaluation of a run's model."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def samples(self, cell: str) -> SampleLog:
+        """The log of a cell's samples."""
+        return SampleLog(self.path / "samples" / f"{cell}.jsonl")
+
+    @property
+    def figures(self) -> Path:
+        """Folder of the figures. It may not exist yet."""
+        return self.path / "figures"
+
+    @property
+    def record_path(self) -> Path:
+        """The record's file. Its presence means that the evaluation is complete."""
+        return self.path / "record.json"
+
+    def is_complete(self) -> bool:
+        """Whether the record, the last file to be written, is there."""
+        return self.record_path.is_file()
+
+    def write_record(self, record: Record) -> None:
+        """Write the record; to be called last. Raises RunError."""
+        atomic_write_text(self.record_path, record.to_json())
+
+
+class RunFolder:
+    """A run's folder. Write to it only inside `lock()`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def open(cls, path: Path, force: bool = False) -> RunFolder:
+        """The run folder at `path`, made where it is missing and emptied with `force`.
+
+        Raises UserError where `path` holds something that isn't a run, RunError where it can't be made or, with
+        `force`, while another process works on it.
+        """
+        folder = cls(path)
+        with writing(path):
+            if path.exists() and not path.is_dir():
+                raise UserError(f"{path} is a file, not a run folder; choose another --out")
+            path.mkdir(parents=True, exist_ok=True)
+            if not folder._is_run():
+                raise UserError(f"{path} is not empty and not a run folder (no {_CONFIG}); choose another --out")
+        if force:
+            folder._empty()
+        return folder
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Held while working on the folder. Raises RunError at once where another process holds it."""
+        lock = FileLock(self.path / _LOCK, timeout=0)
+        with writing(self.path / _LOCK):
+            try:
+                lock.acquire()
+            except Timeout:
+                raise RunError(
+                    f"another process is working on {self.path}; wait for it or choose another --out"
+                ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def write_config(self, data: Mapping[str, Any]) -> None:
+        """Write config.yaml. Raises RunError."""
+        text = yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True)
+        atomic_write_text(self.path / _CONFIG, text)
+
+    def read_config(self) -> dict[str, Any]:
+        """The content of config.yaml. Raises UserError where it is missing or damaged; nothing is deleted."""
+        try:
+            return read_yaml(self.path / _CONFIG)
+        except UserError as error:
+            raise UserError(f"{error}; --force starts this run anew") from None
+
+    def log(self, event: Mapping[str, Any]) -> None:
+        """Append an event to log.jsonl; a torn last line is cut off first. Numbers must be finite. Raises RunError."""
+        line = json.dumps(dict(event), ensure_ascii=False, allow_nan=False)
+        append_lines(self.path / "log.jsonl", [line], sync=False)
+
+    def read_log(self) -> list[dict[str, Any]]:
+        """The events of log.jsonl, without a torn last line. Raises UserError on a damaged one."""
+        path = self.path / "log.jsonl"
+        try:
+            complete = path.read_bytes().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise UserError(f"can't read {path}: {error.strerror}") from None
+        return [_event(path, number, line) for number, line in enumerate(complete, start=1)]
+
+    @property
+    def checkpoint(self) -> Path:
+        """Folder of the last checkpoint. It may not exist yet."""
+        return self.path / "checkpoint"
+
+    def evaluation(self, evaluation_hash: str) -> EvaluationFolder:
+        """The folder of the evaluation with this hash. It may not exist yet."""
+        return EvaluationFolder(self.path / _EVALUATIONS / evaluation_hash)
+
+    def _is_run(self) -> bool:
+        names = {entry.name for entry in self.path.iterdir()}
+        # A kill before the first write leaves nothing but the lock and the configuration's temporary file.
+        return _CONFIG in names or all(name == _LOCK or name.startswith(f".{_CONFIG}.") for name in names)
+
+    def _empty(self) -> None:
+        with self.lock(), writing(self.path):
+            # Evaluations first and the configuration last: a kill in between leaves a folder that is still known
+            # as a run, and no record of weights that are gone.
+            order = {_EVALUATIONS: 0, _CONFIG: 2}
+            for entry in sorted(self.path.iterdir(), key=lambda entry: order.get(entry.name, 1)):
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                elif entry.name != _LOCK:
+                    entry.unlink()
+
+
+def _valid(complete: list[bytes]) -> tuple[list[SampleLine], str | None]:
+    lines: list[SampleLine] = []
+    for text in complete:
+        try:
+            line = SampleLine.model_validate_json(text, strict=True)
+        except ValidationError as error:
+            return lines, explain(error, SampleLine)
+        if line.index != len(lines):
+            return lines, f"index is {line.index}, not {len(lines)}"
+        lines.append(line)
+    return lines, None
+
+
+def _event(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise UserError(f"{path} line {number} is damaged: not a JSON object; --force starts this run anew")
+    return event
