@@ -1,0 +1,229 @@
+"""PoST: ordered, position-adaptive decay spectra (Cao, "Optimal Decay Spectra for Linear Recurrences", 2604.07658).
+
+A mixer owns one `Spectrum` of N log-rates and makes one call, `log_rate`; it doesn't know which kind it has.
+
+    P_k     = base + sum_{j<k} softplus(delta_j)                                     increasing: slow to fast
+    alpha_k = clamp((N-1-k)/(N-1) + (c_k - k G) / log T, 0, 1),  c_k = P_k - P_0,  G = c_{N-1} / (N-1)
+    log_rate[t, k] = P_k - alpha_k log t                                             t = 1 at the first token
+
+k = 0 is the slowest head (alpha = 1), k = N-1 the fastest (alpha = 0). Only the decay is scaled, never the input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from decaybench.core.config import Config
+from decaybench.models.module import DrawsFor, Module
+
+Taper = Literal["analytical", "linear", "learned"]
+
+
+class PostConfig(Config):
+    """PoST and its switches. `variant` sets what else changes against the baseline; the rest are ablations."""
+
+    variant: Literal["paper", "minimal"] = Field(
+        default="paper",
+        description="paper: with the changes that the paper's code makes beside PoST; minimal: the idea alone",
+    )
+    reparameterize: bool = Field(default=True, description="ordered log-rates; off: the architecture's own parameter")
+    position_scaling: bool = Field(default=True, description="multiply the rates by t^-alpha")
+    taper: Taper = Field(
+        default="analytical",
+        description="how alpha falls from 1 to 0 over the heads; by the rank of the initial rates if not ordered",
+    )
+    range: tuple[float, float] | None = Field(
+        default=None, description="fastest and slowest initial timescale at t = 1, tokens; none: 1 and horizon"
+    )
+    dt_bias: Literal["learned", "frozen"] | None = Field(
+        default=None, description="whether dt_bias learns; none: frozen in variant paper, learned in minimal"
+    )
+    control: Literal["none", "static_wide", "shuffled"] = Field(
+        default="none",
+        description="static_wide: timescales over [1, horizon^2] and no position; shuffled: tapers permuted over heads",
+    )
+    horizon: int | None = Field(
+        default=None, ge=2, description="T in the formulas, tokens; none: the run's training length"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PostConfig:
+        if self.range is not None and not 0 < self.range[0] <= self.range[1]:
+            raise ValueError(f"range={self.range} must be two timescales in tokens, 0 < fastest <= slowest")
+        if self.control == "static_wide" and not self.reparameterize:
+            raise ValueError("control=static_wide needs reparameterize=true: it is an ordered spectrum")
+        if self.control == "shuffled" and not self.position_scaling:
+            raise ValueError("control=shuffled needs position_scaling=true: it permutes the tapers")
+        if self.taper == "learned" and not self.reparameterize:
+            raise ValueError("taper=learned needs reparameterize=true: without it tapers go by initial rank and stay")
+        if self.range is not None and not self.reparameterize:
+            raise ValueError(f"range={self.range} needs reparameterize=true: the baseline's rates have their own")
+        return self
+
+    @property
+    def scales(self) -> bool:
+        """Whether rates depend on the position."""
+        return self.position_scaling and self.control != "static_wide"
+
+    @property
+    def freezes_dt(self) -> bool:
+        """Whether dt_bias stays at its initial value."""
+        return (self.dt_bias or {"paper": "frozen", "minimal": "learned"}[self.variant]) == "frozen"
+
+    def timescale_range(self) -> tuple[float, float]:
+        """The fastest and the slowest initial timescale at t = 1, in tokens."""
+        if self.range is not None:
+            return self.range
+        horizon = float(self.required_horizon())
+        return 1.0, horizon**2 if self.control == "static_wide" else horizon
+
+    def required_horizon(self) -> int:
+        """`horizon`. Raises ValueError where nobody set it."""
+        if self.horizon is None:
+            raise ValueError("post.horizon is not set: give the training length in tokens")
+        return self.horizon
+
+
+class Spectrum(Module):
+    """The log-rates of one layer."""
+
+    def ordered_rates(self) -> Tensor:
+        """P, float32 [N]: the log-rates at t = 1."""
+        raise NotImplementedError
+
+    def tapers(self) -> Tensor | None:
+        """alpha, float32 [N]; None where rates don't depend on the position."""
+        return None
+
+    def log_rate(self, positions: Tensor) -> Tensor:
+        """P - alpha log t, float32, [N] without position scaling, else [B, T, N]; positions: int64 [B, T]."""
+        P, alpha = self.ordered_rates(), self.tapers()
+        if alpha is None:
+            return P
+        return P - alpha * positions.clamp(min=1).to(P.dtype).log()[..., None]
+
+
+class FreeSpectrum(Spectrum):
+    """The architecture's usual parameter, one free log-rate a head; with fixed tapers in the ablation `position only`.
+
+    P: [N], initially `initial(generator)`. No weight decay: it would pull every rate towards 1.
+    """
+
+    float32_names = frozenset({"P", "alpha"})
+    no_weight_decay = frozenset({"P"})
+
+    def __init__(self, n: int, initial: Callable[[torch.Generator], Tensor], *, scales: bool, shuffled: bool) -> None:
+        super().__init__()
+        self.P = nn.Parameter(torch.empty(n))
+        self._draw_initial = initial
+        self._shuffled = shuffled
+        self.alpha: Tensor | None
+        self.register_buffer("alpha", torch.empty(n) if scales else None)
+
+    def initialise(self, draws_for: DrawsFor) -> None:
+        self.P.copy_(self._draw_initial(draws_for("P")))
+        if self.alpha is not None:  # by the rank of the initial rates: the slowest head takes alpha = 1
+            ranks = self.P.argsort(stable=True).argsort(stable=True)
+            self.alpha.copy_(_shuffle(linear_taper(len(self.P))[ranks], self._shuffled))
+
+    def ordered_rates(self) -> Tensor:
+        return self.P
+
+    def tapers(self) -> Tensor | None:
+        return self.alpha
+
+
+class TaperedSpectrum(Spectrum):
+    """The ordered spectrum with its taper.
+
+    base: scalar; deltas: [N-1]; logits: [N-1] with the learned taper. Initially P is evenly spaced from `slowest` to
+    `fastest` log-rate. No weight decay on any of them.
+    """
+
+    float32_names = frozenset({"base", "deltas", "logits"})
+    no_weight_decay = frozenset({"base", "deltas", "logits"})
+
+    def __init__(self, n: int, slowest: float, fastest: float, config: PostConfig) -> None:
+        super().__init__()
+        self._slowest, self._fastest = slowest, fastest
+        self._config = config
+        self.base = nn.Parameter(torch.empty(()))
+        self.deltas = nn.Parameter(torch.empty(n - 1))
+        self.logits = nn.Parameter(torch.empty(n - 1)) if config.scales and config.taper == "learned" else None
+
+    def initialise(self, draws_for: DrawsFor) -> None:
+        initial = torch.linspace(self._slowest, self._fastest, len(self.deltas) + 1, dtype=torch.float64)
+        gaps = initial.diff()
+        # A range of one point has gaps of 0, where log(expm1(gap)) is -inf and its gradient 0: start just above.
+        self.deltas.copy_(gaps.clamp(min=1e-6).expm1().log())
+        self.base.copy_(initial[0])
+        if self.logits is not None:
+            self.logits.zero_()
+
+    def ordered_rates(self) -> Tensor:
+        return torch.cat([self.base[None], self.base + F.softplus(self.deltas).cumsum(0)])
+
+    def tapers(self) -> Tensor | None:
+        if not self._config.scales:
+            return None
+        return _shuffle(self._ordered_tapers(), self._config.control == "shuffled")
+
+    def _ordered_tapers(self) -> Tensor:
+        n = len(self.deltas) + 1
+        if n == 1:
+            return torch.zeros_like(self.base)[None]
+        if self.logits is not None:
+            falling = 1 - self.logits.softmax(0).cumsum(0)
+            return torch.cat([torch.ones_like(falling[:1]), falling])
+        if self._config.taper == "linear":
+            return linear_taper(n).to(self.deltas)
+        return analytical_taper(self.ordered_rates(), self._config.required_horizon())
+
+
+def make_spectrum(
+    post: PostConfig | None, n: int, initial: Callable[[torch.Generator], Tensor], reference_dt: float
+) -> Spectrum:
+    """The spectrum of one layer with N = n log-rates.
+
+    initial: draws the architecture's own initial log-rates [n]. reference_dt: the time step by which a log-rate turns
+    into a timescale, tau = 1 / (dt exp(P)), when PoST lays its initial range out in tokens.
+    """
+    if post is None or not post.reparameterize:
+        scales = post is not None and post.scales
+        return FreeSpectrum(n, initial, scales=scales, shuffled=post is not None and post.control == "shuffled")
+    fastest, slowest = post.timescale_range()
+    return TaperedSpectrum(n, -math.log(reference_dt * slowest), -math.log(reference_dt * fastest), post)
+
+
+def linear_taper(n: int) -> Tensor:
+    """(N-1-k)/(N-1) for k = 0..N-1, float32 [n]; 0 for N = 1."""
+    return torch.arange(n - 1, -1, -1) / max(n - 1, 1)
+
+
+def analytical_taper(P: Tensor, horizon: int) -> Tensor:
+    """The taper that makes log tau_k at t = horizon linear in k, while the clamp doesn't bind.
+
+    P: ordered log-rates [N], N >= 2; the gradient flows through it. Returns [N].
+    """
+    n = len(P)
+    k = torch.arange(n, device=P.device, dtype=P.dtype)
+    cumulative = P - P[0]
+    gap = cumulative[-1] / (n - 1)
+    return ((n - 1 - k) / (n - 1) + (cumulative - k * gap) / math.log(horizon)).clamp(0.0, 1.0)
+
+
+def _shuffle(alpha: Tensor, shuffled: bool) -> Tensor:
+    if not shuffled:
+        return alpha
+    # A fixed permutation for each N, the same in every layer and seed: what is tested is the order, not the draw.
+    order = torch.randperm(len(alpha), generator=torch.Generator().manual_seed(len(alpha)))
+    if len(alpha) == 2:  # the draw for two heads is the identity
+        order = order.flip(0)
+    return alpha[order.to(alpha.device)]

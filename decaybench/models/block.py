@@ -1,0 +1,43 @@
+"""A block: norm -> mixer -> residual, then norm -> FFN -> residual where the model has one."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from decaybench.models.branch import Branch, Context, Mixer
+from decaybench.models.config import ModelConfig
+from decaybench.models.ffn import Ffn
+from decaybench.models.module import LayerNorm, Module, RMSNorm
+from decaybench.models.registry import get_architecture
+from decaybench.models.state import LayerState
+
+
+class Block(Module):
+    """Pre-norm residual block."""
+
+    def __init__(self, config: ModelConfig, backend: str) -> None:
+        super().__init__()
+        branches = config.n_layers * (2 if config.ffn else 1)
+        shrink = math.sqrt(branches)
+        self.norm = make_norm(config)
+        mixer_class = get_architecture(config.name).mixer_class()
+        self.mixer: Mixer = mixer_class(config.mixer, config.d_model, shrink, config.post, backend)
+        self.ffn_norm = make_norm(config) if config.ffn else None
+        self.ffn: Branch | None = Ffn(config.ffn, config.d_model, shrink) if config.ffn else None
+
+    def forward(self, x: Tensor, context: Context, state: LayerState | None) -> tuple[Tensor, LayerState]:
+        y, mixer_state = self.mixer(self.norm(x), context, state.mixer if state else None)
+        x = x + y
+        ffn_state = None
+        if self.ffn is not None and self.ffn_norm is not None:
+            y, ffn_state = self.ffn(self.ffn_norm(x), context, state.ffn if state else None)
+            x = x + y
+        return x, LayerState(mixer_state, ffn_state)
+
+
+def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
+    """The model's kind of norm, d_model wide."""
+    kinds: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+    return kinds[config.norm](config.d_model, config.norm_eps)

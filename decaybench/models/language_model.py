@@ -1,0 +1,179 @@
+"""A language model around any mixer: embedding -> blocks -> norm -> head.
+
+One definition serves training, prefill and decoding: `forward` over the tokens given, from the state given. Padding,
+packing and caches are told by `positions` alone (core.positions); a row with padding anywhere is compacted at the
+entrance and put back at the exit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from decaybench.core.positions import Layout, check_positions, compaction
+from decaybench.models.block import Block, make_norm
+from decaybench.models.branch import Context
+from decaybench.models.config import ModelConfig
+from decaybench.models.module import Embedding, Linear, Module, initialise
+from decaybench.models.registry import get_architecture
+from decaybench.models.state import ModelState
+
+
+@dataclass(frozen=True)
+class Output:
+    """logits: [B, T, V], or [n, V] at the n places asked for. state: after the last token, if asked for."""
+
+    logits: Tensor
+    state: ModelState | None
+
+
+class LanguageModel(Module):
+    """The model. Build it with `build_model`, which also draws its initial values."""
+
+    def __init__(self, config: ModelConfig, backend: str = "torch") -> None:
+        super().__init__()
+        self.config, self.backend = config, backend
+        self.embedding = Embedding(config.vocab_size, config.d_model)
+        self.blocks = torch.nn.ModuleList(Block(config, backend) for _ in range(config.n_layers))
+        self.norm = make_norm(config)
+        self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        state: ModelState | None = None,
+        *,
+        logits_at: Tensor | None = None,
+        output_state: bool = False,
+    ) -> Output:
+        """tokens: int64 [B, T]; positions: int64 [B, T] (None: each row goes on from the state, without padding);
+        logits_at: bool [B, T], where logits are wanted (None: everywhere). The head is applied there alone.
+
+        Raises ValueError on positions that neither continue a document nor start one, and on T = 0.
+        """
+        hidden, state = self._hidden(tokens, positions, state, output_state)
+        if logits_at is not None:
+            hidden = hidden[logits_at]
+        return Output(self._logits(hidden), state)
+
+    def prefill(
+        self, tokens: Tensor, positions: Tensor | None = None, state: ModelState | None = None, *, piece: int = 4096
+    ) -> Output:
+        """Read tokens [B, T] in pieces, so that memory doesn't grow with T. logits: [B, V] after each row's last token.
+
+        A row that holds only padding keeps its state; its logits are 0.
+        """
+        B, T = tokens.shape
+        last = self.embedding.weight.new_zeros(B, self.config.d_model)
+        for start in range(0, max(T, 1), piece):
+            part = slice(start, start + piece)
+            where = None if positions is None else positions[:, part]
+            hidden, state = self._hidden(tokens[:, part], where, state, True)
+            columns = torch.arange(1, hidden.shape[1] + 1, device=tokens.device)
+            final = (columns if where is None else columns * (where != 0)).expand(B, -1).amax(1)
+            here = hidden.gather(1, (final - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1]))[:, 0]
+            last = torch.where((final > 0)[:, None], here, last)
+        return Output(self._logits(last), state)
+
+    def step(self, tokens: Tensor, state: ModelState, positions: Tensor | None = None) -> Output:
+        """One token a row: tokens [B], positions [B] or None (the next). Returns logits [B, V] and the new state."""
+        where = None if positions is None else positions[:, None]
+        output = self(tokens[:, None], where, state, output_state=True)
+        return Output(output.logits[:, 0], output.state)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        positions: Tensor | None = None,
+        *,
+        stop: frozenset[int] = frozenset(),
+    ) -> Tensor:
+        """Greedy continuation of tokens [B, T], decoded from the state. Returns int64 [B, n], n <= max_new_tokens.
+
+        A row that has produced a stop token repeats it; generation ends when all rows have.
+        """
+        output = self.prefill(tokens, positions)
+        stops = torch.tensor(sorted(stop), dtype=torch.long, device=tokens.device)
+        done = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        new: list[Tensor] = []
+        while len(new) < max_new_tokens and not bool(done.all()):
+            if new:
+                assert output.state is not None
+                output = self.step(new[-1], output.state)
+            following = output.logits.argmax(-1)
+            new.append(torch.where(done, new[-1], following) if new else following)
+            done = done | torch.isin(new[-1], stops)
+        return torch.stack(new, dim=1) if new else tokens[:, :0]
+
+    def _hidden(
+        self, tokens: Tensor, positions: Tensor | None, state: ModelState | None, output_state: bool
+    ) -> tuple[Tensor, ModelState | None]:
+        B, T = tokens.shape
+        if T == 0:
+            raise ValueError("tokens [B, T] must hold at least one column")
+        order = None
+        if positions is not None:
+            if positions.shape != tokens.shape:
+                raise ValueError(f"positions must be {tuple(tokens.shape)} like tokens, not {tuple(positions.shape)}")
+            check_positions(positions, state.seen if state else None)
+            order = compaction(positions)
+            if order is not None:
+                tokens, positions = tokens.gather(1, order), positions.gather(1, order)
+            layout = Layout.of(positions, has_state=state is not None)
+        elif state is not None:
+            steps = torch.arange(1, T + 1, device=tokens.device)
+            layout = Layout.of(state.seen[:, None] + steps, has_state=True)
+        else:
+            layout = Layout.fresh(T, tokens.device)
+
+        context = Context(layout, keep_state=output_state)
+        x = self.embedding(tokens)
+        layers = []
+        for n, block in enumerate(self.blocks):
+            x, layer = block(x, context, state.layers[n] if state else None)
+            layers.append(layer)
+        x = self.norm(x)
+        if order is not None:
+            x = torch.empty_like(x).scatter(1, order[..., None].expand_as(x), x)
+        if not output_state:
+            return x, None
+        seen = state.seen if state else torch.zeros(B, dtype=torch.long, device=tokens.device)
+        return x, ModelState(tuple(layers), layout.last_position(seen))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)
+
+
+def build_model(
+    config: ModelConfig, seed: int = 0, *, device: str | torch.device = "cpu", backend: str = "torch"
+) -> LanguageModel:
+    """The model with its initial values, each parameter drawn from (seed, its name).
+
+    device: where it lies; "meta" gives shapes without values. Raises UserError on sizes that don't fit.
+    """
+    with torch.device("meta"):
+        model = LanguageModel(config, backend)
+    if torch.device(device).type == "meta":
+        return model
+    model = model.to_empty(device="cpu")
+    initialise(model, seed)
+    return model.to(device)
+
+
+def resolve_backend(wanted: Literal["auto"] | str, name: str) -> tuple[str, str]:
+    """The backend to use for an architecture, and why. Raises UserError where it doesn't have the one wanted."""
+    from decaybench.core.names import unknown
+
+    offered = get_architecture(name).backends
+    if wanted == "auto":
+        return offered[0], f"the only one that {name} has here" if len(offered) == 1 else "the best one found here"
+    if wanted not in offered:
+        raise unknown(f"backend for {name}", wanted, offered)
+    return wanted, "as asked"

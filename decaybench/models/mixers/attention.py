@@ -1,0 +1,118 @@
+"""Softmax attention with rotary positions: the baseline that forgets nothing.
+
+    o_t = sum_{j <= t} softmax_j(q_t . k_j / sqrt(K)) v_j,   q, k rotated by their positions (arXiv 2104.09864)
+
+Keys of other documents and padding are hidden by a mask. The cache grows by one entry a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from decaybench.core.config import Config
+from decaybench.core.errors import UserError
+from decaybench.core.positions import Layout
+from decaybench.models.addons.post import PostConfig
+from decaybench.models.branch import Context, Mixer
+from decaybench.models.module import Linear
+
+
+class AttentionConfig(Config):
+    """Attention's sizes."""
+
+    n_heads: int = Field(default=4, ge=1, description="heads; they divide d_model")
+    rope_base: float = Field(default=10_000.0, gt=1, description="base of the rotary wavelengths")
+
+    def head_dim(self, d_model: int) -> int:
+        """Channels a head. Raises UserError where the sizes don't divide into even parts."""
+        if d_model % self.n_heads or d_model // self.n_heads % 2:
+            raise UserError(
+                f"mixer.n_heads={self.n_heads} must divide d_model={d_model} into heads of an even number of channels"
+            )
+        return d_model // self.n_heads
+
+
+@dataclass(frozen=True)
+class AttentionState:
+    """k, v: [B, S, H, K], keys rotated. positions: int64 [B, S], 0 where an entry must not be seen."""
+
+    k: Tensor
+    v: Tensor
+    positions: Tensor
+
+
+class Attention(Mixer):
+    """The mixer. Dimensions: H = n_heads of K = d_model / H channels."""
+
+    def __init__(
+        self, config: AttentionConfig, d_model: int, shrink: float, post: PostConfig | None, backend: str
+    ) -> None:
+        super().__init__()
+        if post is not None:
+            raise UserError("post needs a mixer with decays; attention has none")
+        self.config = config
+        self.head_dim = config.head_dim(d_model)
+        self.qkv_proj = Linear(d_model, 3 * d_model)
+        self.out_proj = Linear(d_model, d_model, shrink=shrink)
+
+    def forward(
+        self, x: Tensor, context: Context, state: AttentionState | None
+    ) -> tuple[Tensor, AttentionState | None]:
+        B, T, D = x.shape
+        layout = context.layout
+        q, k, v = (part.reshape(B, T, self.config.n_heads, self.head_dim) for part in self.qkv_proj(x).chunk(3, dim=-1))
+        q, k = (rotate(part, layout.positions, self.config.rope_base) for part in (q, k))
+        mask = _visible(layout, B, state)
+        cached = AttentionState(k, v, layout.positions.expand(B, T))
+        if state is not None:
+            k, v = torch.cat([state.k.to(k.dtype), k], dim=1), torch.cat([state.v.to(v.dtype), v], dim=1)
+            cached = AttentionState(k, v, torch.cat([state.positions, cached.positions], dim=1))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        y = self.out_proj(o.transpose(1, 2).reshape(B, T, D))
+        return y, _forget_earlier_documents(cached, layout) if context.keep_state else None
+
+
+def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
+    """Rotary embedding of x [B, T, H, K] at positions [B or 1, T]: channel i pairs with i + K/2."""
+    half = x.shape[-1] // 2
+    wide = torch.promote_types(x.dtype, torch.float32)
+    frequencies = base ** -(torch.arange(half, device=x.device, dtype=wide) / half)
+    angles = positions.to(wide)[..., None, None] * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x.to(wide).chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
+
+
+def _visible(layout: Layout, batch: int, state: AttentionState | None) -> Tensor | None:
+    """Which keys each token sees, bool [B, 1, T, S+T]; None where that is plain causality.
+
+    Padding at a row's end needs no mask: no real token comes after it.
+    """
+    T = layout.positions.shape[1]
+    if layout.resets is None and state is None:
+        return None
+    mask = torch.ones(T, T, dtype=torch.bool, device=layout.positions.device).tril().expand(batch, T, T)
+    if layout.segments is not None:
+        mask = mask & (layout.segments[:, :, None] == layout.segments[:, None, :])
+    if state is not None:
+        before = (state.positions > 0)[:, None, :].expand(-1, T, -1)
+        if layout.segments is not None:
+            before = before & (layout.segments == 0)[..., None]
+        mask = torch.cat([before, mask], dim=-1)
+    return mask[:, None]
+
+
+def _forget_earlier_documents(cached: AttentionState, layout: Layout) -> AttentionState:
+    """Hide the entries of documents that ended in this call."""
+    if layout.segments is None:
+        return cached
+    T = layout.segments.shape[1]
+    last = layout.segments[:, -1:]  # constant over trailing padding
+    keep = torch.cat([(last == 0).expand(-1, cached.positions.shape[1] - T), layout.segments == last], dim=1)
+    return AttentionState(cached.k, cached.v, cached.positions * keep)

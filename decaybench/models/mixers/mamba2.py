@@ -1,0 +1,155 @@
+"""Mamba-2 (Dao and Gu, "Transformers are SSMs", arXiv 2405.21060).
+
+    z, x, B, C, dt = W_in u                  x, B, C through a short convolution and SiLU
+    dt          = softplus(dt + dt_bias)     one step size a head
+    log_decay   = -exp(log_rate) dt          log_rate = A_log, or PoST's P - alpha log t
+    S_t         = exp(log_decay_t) S_{t-1} + B_t (dt_t x_t)^T
+    y           = W_out RMSNorm((C_t^T S_t + D x) * SiLU(z))     the norm within each group of heads
+
+Initial values as in mamba-ssm's Mamba2: A ~ U(1, 16), dt log-uniform in [1e-3, 0.1], D = 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from decaybench.core.config import Config
+from decaybench.core.errors import UserError
+from decaybench.core.positions import Layout
+from decaybench.models.addons.post import PostConfig, make_spectrum
+from decaybench.models.branch import Context, Mixer
+from decaybench.models.module import DrawsFor, Linear, Module, RMSNorm, uniform_
+from decaybench.models.ops.scalar_decay import DEFAULT_CHUNK, scalar_decay
+from decaybench.models.ops.short_conv import conv_tail, short_conv
+
+_A_RANGE = (1.0, 16.0)
+_DT_RANGE = (1e-3, 0.1)
+_DT_FLOOR = 1e-4
+# The dt at which PoST counts its initial timescales: the paper's frozen value, or the middle of the baseline's range.
+_POST_DT = {"paper": 0.05, "minimal": 0.01}
+
+
+class Mamba2Config(Config):
+    """Mamba-2's sizes."""
+
+    d_state: int = Field(default=128, ge=1, description="state channels a head (K)")
+    headdim: int = Field(default=64, ge=1, description="value channels a head (V)")
+    expand: int = Field(default=2, ge=1, description="inner width / d_model")
+    n_groups: int = Field(default=1, ge=1, description="groups of heads that share B and C")
+    conv_width: int = Field(default=4, ge=1, description="taps of the short convolution, tokens")
+    chunk_size: int = Field(default=DEFAULT_CHUNK, ge=1, description="tokens a chunk of the chunked form; speed only")
+
+    def heads(self, d_model: int) -> int:
+        """Number of heads. Raises UserError where the sizes don't divide."""
+        inner = self.expand * d_model
+        if inner % self.headdim:
+            raise UserError(f"mixer.headdim={self.headdim} must divide expand * d_model = {inner}")
+        heads = inner // self.headdim
+        if heads % self.n_groups:
+            raise UserError(f"mixer.n_groups={self.n_groups} must divide the number of heads, {heads}")
+        return heads
+
+
+@dataclass(frozen=True)
+class Mamba2State:
+    """conv: [B, conv_width-1, inner + 2 G K], the convolution's last inputs. ssm: float32 [B, H, K, V]."""
+
+    conv: Tensor
+    ssm: Tensor
+
+
+class Mamba2(Mixer):
+    """The mixer. Dimensions: D = d_model, H heads of V = headdim, G groups of K = d_state, inner = H V."""
+
+    float32_names = frozenset({"dt_bias", "D"})
+    no_weight_decay = frozenset({"dt_bias", "D"})
+
+    def __init__(
+        self, config: Mamba2Config, d_model: int, shrink: float, post: PostConfig | None, backend: str
+    ) -> None:
+        super().__init__()
+        self.config, self.post, self.backend = config, post, backend
+        self.heads = H = config.heads(d_model)
+        self.inner = config.expand * d_model
+        self.convolved = self.inner + 2 * config.n_groups * config.d_state
+        self.in_proj = Linear(d_model, self.inner + self.convolved + H)
+        self.conv = ShortConv(self.convolved, config.conv_width)
+        self.dt_bias = nn.Parameter(torch.empty(H), requires_grad=post is None or not post.freezes_dt)
+        self.D = nn.Parameter(torch.empty(H))
+        self.spectrum = make_spectrum(post, H, self._initial_log_rates, _POST_DT[post.variant] if post else math.nan)
+        self.norm = RMSNorm(self.inner, eps=1e-5, groups=config.n_groups)
+        self.out_proj = Linear(self.inner, d_model, shrink=shrink)
+
+    def initialise(self, draws_for: DrawsFor) -> None:
+        self.D.fill_(1.0)
+        dt = torch.empty(self.heads)
+        if self.post is not None and self.post.variant == "paper":
+            dt.fill_(_POST_DT["paper"])
+        else:
+            uniform_(dt, math.log(_DT_RANGE[0]), math.log(_DT_RANGE[1]), draws_for("dt_bias"))
+            dt = dt.exp().clamp(min=_DT_FLOOR)
+        self.dt_bias.copy_(dt + (-torch.expm1(-dt)).log())  # softplus's inverse
+
+    def _initial_log_rates(self, draws: torch.Generator) -> Tensor:
+        A = torch.empty(self.heads)
+        uniform_(A, *_A_RANGE, draws)
+        return A.log()
+
+    def forward(self, x: Tensor, context: Context, state: Mamba2State | None) -> tuple[Tensor, Mamba2State | None]:
+        B, T, _ = x.shape
+        c, layout = self.config, context.layout
+        z, xBC, dt = torch.split(self.in_proj(x), [self.inner, self.convolved, self.heads], dim=-1)
+        xBC, inputs = self.conv(xBC, layout, state.conv if state else None)
+        xBC = F.silu(xBC)
+        u, B_, C_ = torch.split(xBC, [self.inner, c.n_groups * c.d_state, c.n_groups * c.d_state], dim=-1)
+        u = u.reshape(B, T, self.heads, c.headdim)
+
+        # Decays in float32: dt_bias and the spectrum are, and promotion carries dt along.
+        dt = F.softplus(dt + self.dt_bias)
+        log_decay = -self.spectrum.log_rate(layout.positions).exp() * dt
+        y, ssm = scalar_decay(
+            C_.reshape(B, T, c.n_groups, c.d_state),
+            B_.reshape(B, T, c.n_groups, c.d_state),
+            u * dt[..., None],
+            log_decay,
+            initial_state=state.ssm if state else None,
+            output_final_state=context.keep_state,
+            layout=layout,
+            chunk_size=c.chunk_size,
+            backend=self.backend,
+        )
+        y = torch.addcmul(y, u, self.D[:, None]).reshape(B, T, self.inner).to(x.dtype)
+        y = self.out_proj(self.norm(y * F.silu(z)))
+        if ssm is None:
+            return y, None
+        return y, Mamba2State(conv_tail(inputs, layout, c.conv_width), ssm)
+
+    def timescales(self, position: int) -> Tensor:
+        at = torch.full((1, 1), position, device=self.dt_bias.device)
+        rates = self.spectrum.log_rate(at).reshape(-1).exp() * F.softplus(self.dt_bias)
+        return 1.0 / rates
+
+
+class ShortConv(Module):
+    """The convolution's parameters. weight: [C, W], bias: [C], both initially U(-1/sqrt(W), 1/sqrt(W))."""
+
+    no_weight_decay = frozenset({"bias"})
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, width))
+        self.bias = nn.Parameter(torch.empty(channels))
+
+    def initialise(self, draws_for: DrawsFor) -> None:
+        bound = 1.0 / math.sqrt(self.weight.shape[1])
+        uniform_(self.weight, -bound, bound, draws_for("weight"))
+        uniform_(self.bias, -bound, bound, draws_for("bias"))
+
+    def forward(self, x: Tensor, layout: Layout, tail: Tensor | None) -> tuple[Tensor, Tensor]:
+        return short_conv(x, self.weight, self.bias, layout, tail)
