@@ -1,0 +1,157 @@
+"""RunConfig: all that a run is a function of, and how it is carried out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, SerializeAsAny, model_validator
+
+from decaybench.core.config import Config, merge, parse
+from decaybench.core.errors import UserError
+from decaybench.core.hashing import digest
+from decaybench.models.config import ModelConfig
+from decaybench.tasks.base import EvaluationConfig, TaskConfig
+from decaybench.tasks.registry import get_task, make_task
+
+# Goes up when training or evaluation changes in a way that changes results: old run folders then don't match.
+HARNESS_VERSION = 1
+
+
+class TrainingConfig(Config):
+    """How a model is trained: the order of the data, the optimiser and its schedule."""
+
+    plan: Literal["mastery", "epochs"] = Field(
+        default="mastery",
+        description="mastery: the next stage when this one is mastered; epochs: every stage's examples in each epoch",
+    )
+    steps: int | None = Field(
+        default=None, ge=1, description="optimiser steps; none: 1500 with plan mastery, all epochs with plan epochs"
+    )
+    epochs: int = Field(default=1, ge=1, description="passes over the examples, plan epochs only")
+    mastery: float = Field(default=0.8, gt=0, le=1, description="running accuracy at which a stage is mastered")
+    review: float = Field(default=0.25, ge=0, lt=1, description="share of batches from stages already mastered")
+    shuffle: bool = Field(default=False, description="mix batches of all stages, plan epochs only")
+    batch_tokens: int = Field(default=4096, ge=1, description="tokens a step: as many samples as fit, at least one")
+    batch_samples: int | None = Field(default=None, ge=1, description="samples a step; none: by batch_tokens")
+    learning_rate: float = Field(default=1e-2, gt=0, lt=10, description="highest learning rate")
+    schedule: Literal["hold", "cosine", "cosine-by-epoch", "linear-by-epoch"] = Field(
+        default="hold",
+        description="hold: constant to `hold`, then cosine to 0; cosine: to 0; by-epoch: constant within an epoch",
+    )
+    warmup: int = Field(default=30, ge=0, description="steps of linear warm-up")
+    hold: float = Field(default=0.6, ge=0, le=1, description="share of steps before the cosine, schedule hold only")
+    weight_decay: float = Field(default=0.1, ge=0, description="AdamW's, on weights of two or more dimensions")
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's averaging factors")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon")
+    clip: float = Field(default=1.0, gt=0, description="largest gradient norm")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="of matrix products; bfloat16: autocast, parameters and decays stay float32"
+    )
+
+
+class RunConfig(Config):
+    """One run: a model, a task, how to train on it and what to ask. `resolve` completes what depends on other parts."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig, description="the model")
+    task: SerializeAsAny[TaskConfig] = Field(description="the task and its training data")
+    training: TrainingConfig = Field(default_factory=TrainingConfig, description="how the model is trained")
+    evaluation: SerializeAsAny[EvaluationConfig] = Field(description="what the model is asked")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="seed of initial values and training data")
+    checkpoint: str | None = Field(default=None, description="folder of a trained model: evaluate only")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to compute")
+    backend: str = Field(default="auto", description="kernels of the recurrence")
+    out: str = Field(default="runs", description="folder of run folders")
+    batch_tokens: int = Field(default=16_384, ge=1, description="tokens an evaluation batch")
+    checkpoint_seconds: float = Field(default=20.0, ge=0, description="time between checkpoints while training, s")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_task(cls, data: Any) -> Any:
+        """Read `task` and `evaluation` as the task's own configurations; fill in what follows from the task."""
+        if not isinstance(data, Mapping):
+            return data
+        data = {key: _as_data(value) for key, value in data.items()}
+        if not isinstance(data.get("task"), dict) or not isinstance(data["task"].get("name"), str):
+            raise ValueError("task.name is missing: mqar or niah, for example")
+        entry = get_task(data["task"]["name"])
+        task = parse(entry.config, data["task"], "task")
+        model = data.setdefault("model", {})
+        if isinstance(model, dict) and data.get("checkpoint") is None:
+            model.setdefault("vocab_size", make_task(task).vocab_size)
+            if isinstance(model.get("post"), dict) and model["post"].get("horizon") is None:
+                model["post"]["horizon"] = task.train_length
+        evaluation = parse(entry.evaluation, data.get("evaluation") or {}, "evaluation")
+        return data | {"task": task, "evaluation": evaluation, "model": parse(ModelConfig, model, "model")}
+
+    @model_validator(mode="after")
+    def _vocabulary_fits(self) -> RunConfig:
+        wanted = make_task(self.task).vocab_size
+        if self.model.vocab_size < wanted and self.checkpoint is None:
+            raise ValueError(
+                f"model.vocab_size={self.model.vocab_size} is too small: task {self.task.name} has {wanted} tokens"
+            )
+        return self
+
+    @property
+    def training_hash(self) -> str:
+        """Hash of all that the trained weights are a function of."""
+        parts = {"model": self.model, "task": self.task, "training": self.training}
+        content = {key: part.plain() for key, part in parts.items()}
+        task = make_task(self.task)
+        return digest([HARNESS_VERSION, task.version, content, self.seed])
+
+    @property
+    def evaluation_hash(self) -> str:
+        """Hash of what is asked, and in which batches."""
+        return digest([HARNESS_VERSION, self.evaluation.plain(), self.eval_lengths(), self.batch_tokens])
+
+    def eval_lengths(self) -> list[int]:
+        """The evaluation lengths in tokens, in the order given. Raises UserError."""
+        return [parse_length(text, self.task.train_length) for text in self.evaluation.lengths]
+
+    def folder(self, origin: str) -> Path:
+        """The run's folder; `origin`: the hash of the training or of the checkpoint."""
+        return Path(self.out) / f"{self.task.name}-{self.model.cell}-{origin[:12]}"
+
+
+def parse_length(text: str, train_length: int) -> int:
+    """A length in tokens from `2x` (times the training length), `0.5x`, or `512`. Raises UserError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)x|(\d+)", text.strip())
+    length = 0.0
+    if match:
+        length = float(match[1]) * train_length if match[1] else float(match[2])
+    if not match or length < 1 or length != int(length):
+        raise UserError(
+            f"--eval-lengths: {text.strip()!r} is not a length; "
+            f"write multiples of the training length (1x,2x) or tokens (512)"
+        )
+    if length > 2**31:
+        raise UserError(f"--eval-lengths: {text.strip()!r} is more than 2^31 tokens")
+    return int(length)
+
+
+def make_config(*layers: Mapping[str, Any]) -> RunConfig:
+    """The configuration from layers of plain data, later ones winning. Raises UserError with one line."""
+    data: dict[str, Any] = {}
+    for layer in layers:
+        merge(data, _as_data(layer))
+    config = parse(RunConfig, data)
+    lengths = config.eval_lengths()
+    if len(set(lengths)) < len(lengths):
+        raise UserError(f"--eval-lengths: {','.join(config.evaluation.lengths)} names a length twice")
+    task = make_task(config.task)
+    task.cells(config.evaluation, lengths)
+    if config.checkpoint is None:
+        task.stages()
+    return config
+
+
+def _as_data(value: Any) -> Any:
+    if isinstance(value, Config):
+        return value.plain()
+    if isinstance(value, Mapping):
+        return {key: _as_data(part) for key, part in value.items()}
+    return value

@@ -1,0 +1,185 @@
+"""Evaluation: every cell's samples through the model, one line a sample, resumable after any batch.
+
+Batches are fixed by the configuration (sample i is always in batch i // size), so that a resumed evaluation computes
+exactly what an uninterrupted one does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from decaybench.core.scoring import score
+from decaybench.harness.config import RunConfig
+from decaybench.harness.progress import Progress
+from decaybench.harness.training import matmul_dtype
+from decaybench.models.language_model import LanguageModel
+from decaybench.results.record import CellResult, RealTokens, data_hash, distance_bins
+from decaybench.results.run_folder import EvaluationFolder, SampleLine
+from decaybench.results.statistics import cell_statistics
+from decaybench.tasks.base import Batch, Cell, Task
+from decaybench.tasks.registry import make_task
+
+_PIECE = 4096  # tokens of a sample that are read at once; longer samples pass through the state
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What an evaluation found. tokens, seconds: of the part that this process computed."""
+
+    cells: tuple[CellResult, ...]
+    data_hash: str
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Question:
+    """One sample's right answers, and what is known of it without a model."""
+
+    id: str
+    target: tuple[int, ...]
+    distance: tuple[int, ...]
+    length: int
+    depth: float | None
+
+
+def evaluate(
+    model: LanguageModel, config: RunConfig, folder: EvaluationFolder, *, device: str, progress: Progress
+) -> Evaluated:
+    """Ask the model everything that `config` asks, going on after the samples that `folder` holds already."""
+    task = make_task(config.task)
+    cells = task.cells(config.evaluation, config.eval_lengths())
+    samples, train_length = config.evaluation.samples, config.task.train_length
+    results, hashes, tokens, began = [], [], 0, time.monotonic()
+    with progress.bar("evaluation", samples * len(cells), 0) as show:
+        for place, cell in enumerate(cells):
+            log, digest = folder.samples(cell.name), hashlib.sha256()
+            size = max(1, config.batch_tokens // cell.shape.length)
+            loaded = log.load(size, samples)
+            if loaded.note:
+                progress.note(loaded.note)
+            lines = list(loaded.lines)
+            for first in range(0, samples, size):
+                indices = np.arange(first, min(first + size, samples))
+                batch = task.batch(cell.shape, "test", config.evaluation.seed, indices)
+                update_digest(digest, batch)
+                if first >= len(lines):
+                    with matmul_dtype(config.training.dtype, device):
+                        answers = predict(model, batch, device)
+                    done = _lines(task, cell, config.evaluation.seed, batch, indices, answers)
+                    log.append(done)
+                    lines += done
+                    tokens += batch.tokens.size
+                show(place * samples + int(indices[-1]) + 1, cell.name)
+            results.append(cell_result(task, cell, lines, train_length))
+            hashes.append((cell.name, digest.hexdigest()))
+    return Evaluated(tuple(results), data_hash(hashes), tokens, time.monotonic() - began)
+
+
+@torch.no_grad()
+def predict(model: LanguageModel, batch: Batch, device: str, *, piece: int = _PIECE) -> NDArray[np.int64]:
+    """The model's first choice wherever the batch asks, int64 [number of labels], row by row.
+
+    Samples longer than `piece` tokens are read piece by piece through the state, in constant memory for a recurrence.
+    """
+    tokens = torch.from_numpy(batch.tokens).to(device)
+    asked = torch.from_numpy(batch.asked).to(device)
+    answers = torch.full_like(tokens, -1)
+    state = None
+    length = tokens.shape[1]
+    for first in range(0, length, piece):
+        part = slice(first, first + piece)
+        output = model(tokens[:, part], state=state, logits_at=asked[:, part], output_state=first + piece < length)
+        state = output.state
+        answers[:, part][asked[:, part]] = output.logits.argmax(-1)
+    return _numpy(answers[asked])
+
+
+def questions(task: Task, cell: Cell, seed: int, batch: Batch, indices: NDArray[np.int64]) -> list[Question]:  # type: ignore[type-arg]
+    """What is known of a batch's samples without a model: ids, right answers, distances."""
+    ids = task.sample_ids(cell.shape, "test", seed, indices)
+    depths = batch.details.get("depth")
+    return [
+        Question(
+            id=ids[row],
+            target=tuple(batch.labels[row][asked].tolist()),
+            distance=tuple(batch.distance[row][asked].tolist()),
+            length=len(batch.tokens[row]),
+            depth=None if depths is None else float(depths[row]),
+        )
+        for row, asked in enumerate(batch.asked)
+    ]
+
+
+def cell_result(task: Task, cell: Cell, lines: Sequence[SampleLine], train_length: int | None) -> CellResult:  # type: ignore[type-arg]
+    """A cell's result from its samples' lines."""
+    hits = [tuple(a == b for a, b in zip(line.target, line.answer, strict=True)) for line in lines]
+    correct, asked = tuple(sum(row) for row in hits), tuple(len(row) for row in hits)
+    value, error, interval = cell_statistics(task.metric, correct, asked)
+    lengths = [line.length for line in lines]
+    depths = [line.depth for line in lines if line.depth is not None]
+    return CellResult(
+        name=cell.name,
+        variant=cell.variant,
+        eval_length=cell.shape.length,
+        ratio=cell.shape.length / train_length if train_length else None,
+        depth=cell.coordinates.get("depth"),
+        kv=int(cell.coordinates["kv"]) if "kv" in cell.coordinates else None,
+        n=len(lines),
+        real_tokens=RealTokens(min=min(lengths), mean=sum(lengths) / len(lengths), max=max(lengths)),
+        realised_depth=sum(depths) / len(depths) if depths else None,
+        correct=correct,
+        asked=asked,
+        value=value,
+        standard_error=error,
+        interval=interval,
+        by_distance=distance_bins(
+            (distance for line in lines for distance in line.distance), (hit for row in hits for hit in row)
+        ),
+    )
+
+
+def update_digest(digest: hashlib._Hash, batch: Batch) -> None:
+    """Add a batch to a cell's content hash: for each sample its tokens, then its labels."""
+    both = np.stack([batch.tokens, batch.labels], axis=1).astype("<i8")
+    digest.update(both.tobytes())
+
+
+def _lines(
+    task: Task,  # type: ignore[type-arg]
+    cell: Cell,
+    seed: int,
+    batch: Batch,
+    indices: NDArray[np.int64],
+    answers: NDArray[np.int64],
+) -> list[SampleLine]:
+    lines, start = [], 0
+    for index, question in zip(indices, questions(task, cell, seed, batch, indices), strict=True):
+        answer = tuple(answers[start : start + len(question.target)].tolist())
+        start += len(question.target)
+        correct = sum(a == b for a, b in zip(question.target, answer, strict=True))
+        lines.append(
+            SampleLine(
+                id=question.id,
+                index=int(index),
+                target=question.target,
+                answer=answer,
+                score=float(score(task.metric, np.array([correct]), np.array([len(answer)]))[0]),
+                distance=question.distance,
+                length=question.length,
+                depth=question.depth,
+            )
+        )
+    return lines
+
+
+def _numpy(tensor: Tensor) -> NDArray[np.int64]:
+    return tensor.cpu().numpy()

@@ -1,0 +1,232 @@
+"""Named run configurations: `smoke` for two CPU cores, and the published protocols.
+
+Sources: Zoology (arXiv 2312.04927, its configurations of figure 2), Based (arXiv 2402.18668, figure 2), PoST (arXiv
+2604.07658 and its code). A protocol's learning rate is chosen from its grid; the preset starts with the middle one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from decaybench.core.config import apply_settings, nested, read_yaml
+from decaybench.core.errors import UserError
+from decaybench.core.names import unknown
+from decaybench.harness.config import RunConfig, make_config
+from decaybench.models import config as models
+from decaybench.models.checkpoints import Checkpoint, find_checkpoint
+from decaybench.models.registry import get_architecture
+from decaybench.results.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Settings for a run. models: each architecture's sizes; run: all else; learning_rates: the protocol's grid."""
+
+    description: str
+    models: dict[str, dict[str, Any]]
+    run: dict[str, Any]
+    learning_rates: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    protocol: str | None = None
+
+
+_SMOKE_MODELS = {name: models.preset("smoke", name) for name in models.PRESETS["smoke"]}
+_WIDE = 8192
+
+
+def _grid(low: float, high: float, n: int) -> tuple[float, ...]:
+    return tuple(10 ** (low + (high - low) * i / (n - 1)) for i in range(n))
+
+
+def _stages(*sizes: tuple[int, int, int]) -> list[dict[str, Any]]:
+    return [{"shape": {"length": T, "kv": kv}, "examples": examples} for T, examples, kv in sizes]
+
+
+def _iclr24(length: int, kv: int, batch: int) -> Preset:
+    return Preset(
+        f"Zoology, figure 2 at T = {length}, kv = {kv}",
+        {
+            "mamba2": {"d_model": 64, "n_layers": 2},
+            "attention": {"d_model": 64, "n_layers": 2, "mixer": {"n_heads": 1}},
+        },
+        {
+            "task": {
+                "train_length": length,
+                "vocab_size": _WIDE,
+                "fill": "zero",
+                "stages": _stages((length, 100_000, kv)),
+            },
+            "training": {
+                "plan": "epochs",
+                "epochs": 64,
+                "shuffle": True,
+                "batch_samples": batch,
+                "schedule": "cosine-by-epoch",
+                "warmup": 0,
+                "betas": [0.9, 0.999],
+                "learning_rate": _grid(-4, -2, 4)[2],
+            },
+            "evaluation": {"lengths": [str(length)], "samples": 3000, "pairs": [[length, kv]]},
+        },
+        {"*": _grid(-4, -2, 4)},
+    )
+
+
+_BASED = Preset(
+    "Based, figure 2: one training set of five sizes, tested up to T = 1024, kv = 256",
+    {"mamba2": {"d_model": 64, "n_layers": 2, "mixer": {"d_state": 16}}, "attention": {"d_model": 64, "n_layers": 2}},
+    {
+        "task": {
+            "train_length": 256,
+            "vocab_size": _WIDE,
+            "fill": "random",
+            "stages": _stages(
+                (64, 100_000, 4), (128, 20_000, 8), (256, 20_000, 16), (256, 20_000, 32), (256, 20_000, 64)
+            ),
+        },
+        "training": {
+            "plan": "epochs",
+            "epochs": 32,
+            "shuffle": True,
+            "batch_samples": 256,
+            "schedule": "cosine-by-epoch",
+            "warmup": 0,
+            "betas": [0.9, 0.999],
+            "learning_rate": _grid(-3, -1.5, 4)[1],
+        },
+        "evaluation": {
+            "samples": 1000,
+            "pairs": [[64, 4], [64, 8], [64, 16], [128, 32], [256, 64], [512, 128], [1024, 256]],
+        },
+    },
+    {"*": _grid(-3, -1.5, 4)},
+)
+
+
+def _post(state: str, d_model: int, heads: int) -> Preset:
+    return Preset(
+        f"PoST's MQAR at {state} state elements: T = 512, kv to 128, tested at 512 to 4096",
+        {
+            "mamba2": {
+                "d_model": d_model,
+                "n_layers": 2,
+                "mixer": {"d_state": d_model // (2 * heads), "headdim": 2 * d_model // heads},
+            }
+        },
+        {
+            "task": {
+                "train_length": 512,
+                "vocab_size": _WIDE,
+                "fill": "random",
+                "stages": _stages(*((512, 2**18, kv) for kv in (16, 32, 64, 128))),
+            },
+            "training": {
+                "plan": "epochs",
+                "epochs": 8,
+                "batch_tokens": 2**18,
+                "schedule": "linear-by-epoch",
+                "warmup": 0,
+                "dtype": "bfloat16",
+                "learning_rate": 10**-2.5,
+            },
+            "evaluation": {"lengths": ["512", "1024", "2048", "4096"], "samples": 3000, "capacity_ratio": 4},
+        },
+        {"rwkv7": _grid(-4.5, -3.5, 3), "gated_deltanet": _grid(-3.5, -2.5, 3), "*": _grid(-3, -2, 3)},
+    )
+
+
+PRESETS: dict[str, dict[str, Preset]] = {
+    "mqar": {
+        "smoke": Preset("two CPU cores, minutes: T = 128, tested at 1x to 8x", _SMOKE_MODELS, {}),
+        "zoology-iclr24-64": _iclr24(64, 4, 512),
+        "zoology-iclr24-128": _iclr24(128, 8, 512),
+        "zoology-iclr24-256": _iclr24(256, 16, 256),
+        "zoology-iclr24-512": _iclr24(512, 64, 128),
+        "zoology-based": _BASED,
+        "post-64k": _post("64K", 512, 4),
+        "post-32k": _post("32K", 512, 8),
+        "post-16k": _post("16K", 256, 4),
+    },
+    "niah": {
+        "smoke": Preset("two CPU cores, minutes: T = 128, tested at 1x to 8x", _SMOKE_MODELS, {}),
+    },
+}
+
+
+def get_preset(task: str, name: str) -> Preset:
+    """A task's preset. Raises UserError with the nearest name."""
+    if name not in PRESETS[task]:
+        raise unknown(f"preset for {task}", name, PRESETS[task])
+    return PRESETS[task][name]
+
+
+def preset_layer(task: str, name: str, model: str) -> dict[str, Any]:
+    """A preset's settings for a model, as a layer for `make_config`. Raises UserError."""
+    preset = get_preset(task, name)
+    get_architecture(model)
+    if model not in preset.models:
+        sizes = ", ".join(sorted(preset.models))
+        raise UserError(f"preset {name} of {task} has no sizes for model {model!r}; it has them for: {sizes}")
+    task_settings = {"name": task, **preset.run.get("task", {})}
+    return {**preset.run, "task": task_settings, "model": {"name": model, **preset.models[model]}}
+
+
+def configure(
+    task: str,
+    *,
+    preset: str | None = None,
+    file: Path | None = None,
+    flags: Mapping[str, Any] | None = None,
+    settings: Iterable[str] = (),
+    seeds: Sequence[int] | None = None,
+) -> list[RunConfig]:
+    """The runs that a command line asks for, one a seed: preset < file < flags < settings.
+
+    flags: settings by dotted key, None where a flag wasn't given; settings: `key=value` texts.
+    Raises UserError with one line on the first thing that is wrong.
+    """
+    given = {key: value for key, value in (flags or {}).items() if value is not None}
+    if seeds is not None and "seed" in given:
+        raise UserError("--seed and --seeds exclude each other")
+    if seeds is not None and len(set(seeds)) < len(seeds):
+        raise UserError("--seeds: a seed stands there twice")
+    over = apply_settings({}, settings)
+    several: Sequence[int | None] = [None] if seeds is None else seeds
+    base: list[Mapping[str, Any]] = [{"task": {"name": task}}]
+    if "checkpoint" in given:
+        base.append(_checkpoint_layer(task, given, preset))
+    elif file is None or preset is not None:
+        base.append(preset_layer(task, preset or "smoke", str(given.get("model.name", "mamba2"))))
+    if file is not None:
+        base.append(_read_file(file, task))
+    base += [nested(key.split("."), value) for key, value in given.items()]
+    return [make_config(*base, over, *([] if seed is None else [{"seed": seed}])) for seed in several]
+
+
+def _read_file(file: Path, task: str) -> dict[str, Any]:
+    data = read_yaml(file)
+    named = (data.get("task") or {}).get("name", task) if isinstance(data.get("task"), dict | None) else task
+    if named != task:
+        raise UserError(f"{file} is a configuration of task {named!r}: use `bench {named}`")
+    return data
+
+
+def _checkpoint_layer(task: str, given: Mapping[str, Any], preset: str | None) -> dict[str, Any]:
+    """The task's rules of the run that a checkpoint belongs to, so that the same samples are asked."""
+    for key, flag in (("model.name", "--model"), ("model.post", "--post")):
+        if key in given:
+            raise UserError(f"--checkpoint brings its own model: leave out {flag}")
+    if preset is not None:
+        raise UserError("--checkpoint brings its own settings: leave out --preset")
+    config = run_config_of(find_checkpoint(Path(given["checkpoint"])))
+    if config is None or config.get("task", {}).get("name") != task:
+        return {}
+    return {"task": config["task"]}
+
+
+def run_config_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The configuration of the run that a checkpoint lies in, as plain data; None where it lies elsewhere."""
+    run = RunFolder(checkpoint.folder.parent.parent)
+    return run.read_config() if (run.path / "config.yaml").exists() else None

@@ -1,0 +1,178 @@
+"""A run from its configuration to its record: train, evaluate, draw, write down. What `bench` and Python both call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decaybench.core.errors import UserError
+from decaybench.harness.config import RunConfig, make_config
+from decaybench.harness.environment import environment, peak_memory, resolve_device
+from decaybench.harness.evaluation import Evaluated, evaluate
+from decaybench.harness.plots import draw_evaluation, draw_timescales
+from decaybench.harness.progress import Progress
+from decaybench.harness.spectra import Spectrum, model_spectrum
+from decaybench.harness.training import train
+from decaybench.models.checkpoints import Checkpoint, find_checkpoint
+from decaybench.models.language_model import LanguageModel, resolve_backend
+from decaybench.models.module import takes_weight_decay
+from decaybench.results.record import (
+    CheckpointInfo,
+    Cost,
+    ModelInfo,
+    ParameterCounts,
+    Record,
+    TaskInfo,
+    TrainingInfo,
+    read_record,
+    seal,
+)
+from decaybench.results.run_folder import EvaluationFolder, RunFolder
+from decaybench.tasks.registry import make_task
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run: its record, and the folder of the evaluation that the record is of."""
+
+    record: Record
+    run: RunFolder
+    evaluation: EvaluationFolder
+
+
+def run(config: RunConfig | Mapping[str, Any], *, force: bool = False, quiet: bool = True) -> Record:
+    """Carry out a run and return its record; what its folder holds already is not done again.
+
+    config: a RunConfig, or plain data for one. force: start anew. quiet: no progress on stderr.
+    Raises UserError on wrong input, RunError where the work can't be finished.
+    """
+    return carry_out(
+        make_config(config.plain() if isinstance(config, RunConfig) else config),
+        force=force,
+        progress=Progress(quiet=quiet),
+    ).record
+
+
+def carry_out(config: RunConfig, *, force: bool = False, progress: Progress) -> Outcome:
+    """`run`, and where its results lie."""
+    device = resolve_device(config.device)
+    checkpoint = None
+    if config.checkpoint is not None:
+        checkpoint = find_checkpoint(Path(config.checkpoint))
+        config = _with_model_of(checkpoint, config)
+    backend, why = resolve_backend(config.backend, config.model.name)
+    folder = RunFolder.open(config.folder(checkpoint.sha256 if checkpoint else config.training_hash), force=force)
+    evaluation = folder.evaluation(config.evaluation_hash[:12])
+    with folder.lock():
+        if evaluation.is_complete():
+            progress.say(f"already done: {evaluation.record_path}")
+            return Outcome(read_record(evaluation.record_path), folder, evaluation)
+        _keep_config(config, folder)
+        progress.say(f"{config.task.name} {config.model.cell} on {device}; backend {backend} ({why}); {folder.path}")
+        if checkpoint:
+            model, training, seconds = checkpoint.model(device=device, backend=backend), None, None
+        else:
+            model, training, seconds = train(config, folder, device=device, backend=backend, progress=progress)
+        model.eval()
+        found = evaluate(model, config, evaluation, device=device, progress=progress)
+        seed = int(checkpoint.facts["seed"]) if checkpoint else config.seed
+        spectrum = model_spectrum(model, seed, None if checkpoint else config.task.train_length)
+        record = _record(config, model, training, checkpoint, found, spectrum, device, seconds)
+        _draw(record, spectrum, evaluation.figures)
+        evaluation.write_record(record)
+    return Outcome(record, folder, evaluation)
+
+
+def carry_out_all(configs: Sequence[RunConfig], *, force: bool = False, progress: Progress) -> list[Outcome]:
+    """One run after the other."""
+    return [carry_out(config, force=force, progress=progress) for config in configs]
+
+
+def _with_model_of(checkpoint: Checkpoint, config: RunConfig) -> RunConfig:
+    wanted, has = make_task(config.task).vocab_size, checkpoint.config.vocab_size
+    if has < wanted:
+        raise UserError(
+            f"checkpoint {checkpoint.folder} has a vocabulary of {has} tokens; task {config.task.name} needs {wanted}"
+        )
+    return config.model_copy(update={"model": checkpoint.config})
+
+
+def _keep_config(config: RunConfig, folder: RunFolder) -> None:
+    """Write the run's configuration, or check that the folder's is the same run's."""
+    if (folder.path / "config.yaml").exists():
+        folder.read_config()
+    else:
+        folder.write_config(config.plain())
+
+
+def _record(
+    config: RunConfig,
+    model: LanguageModel,
+    training: TrainingInfo | None,
+    checkpoint: Checkpoint | None,
+    found: Evaluated,
+    spectrum: Spectrum,
+    device: str,
+    train_seconds: float | None,
+) -> Record:
+    task = make_task(config.task)
+    content = {
+        "task": TaskInfo(
+            name=task.name,
+            version=task.version,
+            config=config.task.plain(),
+            evaluation=config.evaluation.plain(),
+            metric=task.metric,
+            data_hash=found.data_hash,
+        ),
+        "model": model_info(model),
+        "training": training,
+        "checkpoint": CheckpointInfo(source=str(checkpoint.folder), sha256=checkpoint.sha256) if checkpoint else None,
+        "seed": config.seed,
+        "cells": found.cells,
+        "spectrum": spectrum.info(),
+        "environment": environment(device, config.training.dtype, config.batch_tokens),
+        "cost": Cost(
+            train_seconds=train_seconds,
+            evaluation_seconds=found.seconds,
+            train_tokens_per_second=training.tokens / train_seconds if training and train_seconds else None,
+            evaluation_tokens_per_second=found.tokens / found.seconds,
+            peak_memory_bytes=peak_memory(device),
+        ),
+        "comparable_to": None,
+    }
+    return seal({key: value for key, value in content.items() if value is not None or key == "comparable_to"})
+
+
+def model_info(model: LanguageModel) -> ModelInfo:
+    """What a record says of a model; its state is counted from a real cache."""
+    config = model.config
+    decays = takes_weight_decay(model)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    tokens = torch.zeros(1, 1, dtype=torch.long, device=model.embedding.weight.device)
+    with torch.no_grad():
+        state = model.prefill(tokens).state
+    assert state is not None
+    return ModelInfo(
+        cell=config.cell,
+        architecture=config.name,
+        addons=config.addons,
+        config=config.plain(),
+        parameters=ParameterCounts(
+            total=sum(sizes.values()),
+            embedding=sum(size for name, size in sizes.items() if name.startswith(("embedding.", "head."))),
+            not_decayed=sum(size for name, size in sizes.items() if not decays.get(name, False)),
+        ),
+        state_elements=state.elements(),
+        backend=model.backend,
+    )
+
+
+def _draw(record: Record, spectrum: Spectrum, folder: Path) -> None:
+    draw_evaluation(record, folder)
+    if spectrum.layers:
+        draw_timescales(spectrum, folder)

@@ -1,0 +1,283 @@
+"""Training: AdamW with a schedule, over a plan of batches, resumable at any moment to the same outcome.
+
+A checkpoint holds the weights, the optimiser's averages and the plan's state; everything else is a function of the
+step. So a run that was killed, however often, ends with the weights of one that wasn't (on the same machine).
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from decaybench.core.errors import RunError, UserError
+from decaybench.harness.config import RunConfig, TrainingConfig
+from decaybench.harness.interrupt import Stop
+from decaybench.harness.plans import Plan, make_plan
+from decaybench.harness.progress import Progress
+from decaybench.models.checkpoints import Checkpoint, checkpoints_in, read_checkpoint, write_checkpoint
+from decaybench.models.language_model import LanguageModel, build_model
+from decaybench.models.module import takes_weight_decay
+from decaybench.results.record import StageInfo, TrainingInfo
+from decaybench.results.run_folder import RunFolder
+from decaybench.tasks.base import IGNORED, Batch, Stage
+from decaybench.tasks.registry import make_task
+
+_OPTIMISER_FILE = "optimiser.safetensors"
+_LOG_EVERY = 50
+_MEMORY = 0.98  # of the loss and accuracy that are shown and recorded: about the last fifty batches
+
+
+@dataclass
+class _Averages:
+    """Running loss (nats a label) and accuracy over all batches."""
+
+    loss: float | None = None
+    accuracy: float = 0.0
+
+    def saw(self, loss: float, accuracy: float) -> None:
+        if self.loss is None:
+            self.loss, self.accuracy = loss, accuracy
+        self.loss = _MEMORY * self.loss + (1 - _MEMORY) * loss
+        self.accuracy = _MEMORY * self.accuracy + (1 - _MEMORY) * accuracy
+
+
+@dataclass
+class _Work:
+    """All that changes while training."""
+
+    model: LanguageModel
+    optimiser: torch.optim.Optimizer
+    plan: Plan
+    averages: _Averages
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def train(
+    config: RunConfig, folder: RunFolder, *, device: str, backend: str, progress: Progress
+) -> tuple[LanguageModel, TrainingInfo, float]:
+    """Train the model of `config` in `folder`, or go on where a run before stopped, or load its finished weights.
+
+    Returns the model, what the record says of its training, and the seconds that training took in all.
+    Raises UserError on a damaged folder, RunError when training diverges or the disk is full, and
+    InterruptedRunError on Ctrl-C.
+    """
+    work = _start(config, device, backend)
+    _resume(work, config, folder, progress)
+    stages = make_task(config.task).stages()
+    if work.step < work.plan.total_steps:
+        _train_on(work, config, stages, folder, device, progress)
+    return work.model, _info(work, config, stages), work.seconds
+
+
+def parameter_groups(model: LanguageModel, weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW's groups: the parameters that take weight decay, then those that don't. Frozen ones are in neither."""
+    decays = takes_weight_decay(model)
+    named = dict(model.named_parameters())
+    return [
+        {"params": [named[name] for name in decays if decays[name]], "weight_decay": weight_decay},
+        {"params": [named[name] for name in decays if not decays[name]], "weight_decay": 0.0},
+    ]
+
+
+def learning_rate(config: TrainingConfig, step: int, plan: Plan) -> float:
+    """The learning rate of a step (0-based)."""
+    total = plan.total_steps
+    rise = min(1.0, (step + 1) / config.warmup) if config.warmup else 1.0
+    if config.schedule in ("hold", "cosine"):
+        start = config.hold * total if config.schedule == "hold" else 0.0
+        passed = max(0.0, step - start) / max(1.0, total - start)
+        return config.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * passed))
+    epoch = step // (plan.steps_by_epoch or total)
+    if config.schedule == "linear-by-epoch":
+        return config.learning_rate * rise * (config.epochs - epoch) / config.epochs
+    return config.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * epoch / config.epochs))
+
+
+def loss_and_hits(model: LanguageModel, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean cross-entropy over the labels (nats), and whether each was the first choice, bool [n].
+
+    tokens, labels: int64 [B, T]; the head is applied at labels only.
+    """
+    asked = labels != IGNORED
+    logits = model(tokens, logits_at=asked).logits.float()
+    wanted = labels[asked]
+    return F.cross_entropy(logits, wanted), logits.detach().argmax(-1) == wanted
+
+
+def to_tensors(batch: Batch, device: str) -> tuple[Tensor, Tensor]:
+    """A batch's tokens and labels on a device."""
+    return tuple(torch.from_numpy(part).to(device) for part in (batch.tokens, batch.labels))  # type: ignore[return-value]
+
+
+@contextmanager
+def matmul_dtype(dtype: str, device: str) -> Iterator[None]:
+    """Autocast to bfloat16 if asked for; float32 otherwise."""
+    with torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
+        yield
+
+
+def _start(config: RunConfig, device: str, backend: str) -> _Work:
+    training = config.training
+    model = build_model(config.model, config.seed, device=device, backend=backend)
+    optimiser = torch.optim.AdamW(
+        parameter_groups(model, training.weight_decay),
+        lr=training.learning_rate,
+        betas=training.betas,
+        eps=training.eps,
+        fused=True,
+    )
+    plan = make_plan(make_task(config.task).stages(), training, config.seed)
+    return _Work(model, optimiser, plan, _Averages())
+
+
+def _train_on(
+    work: _Work, config: RunConfig, stages: Sequence[Stage], folder: RunFolder, device: str, progress: Progress
+) -> None:
+    task, total = make_task(config.task), work.plan.total_steps
+    started, saved = time.monotonic() - work.seconds, time.monotonic()
+    with Stop() as stop, progress.bar("training", total, work.step) as show:
+        while work.step < total:
+            number, indices = work.plan.next(work.step)
+            batch = task.batch(stages[number].shape, "train", config.seed, indices)
+            loss, accuracy = _one_step(work, config.training, batch, device)
+            if not math.isfinite(loss):
+                raise RunError(
+                    f"training diverged at step {work.step}: the loss is {loss}; "
+                    f"try a learning rate below training.learning_rate={config.training.learning_rate:g}"
+                )
+            moved = work.plan.saw(work.step, number, accuracy)
+            work.averages.saw(loss, accuracy)
+            work.step += 1
+            work.tokens += batch.tokens.size
+            work.seconds = time.monotonic() - started
+            shape = stages[work.plan.stage].shape
+            show(work.step, f"loss {work.averages.loss:.3f}  accuracy {work.averages.accuracy:.3f}  {_name(shape)}")
+            if moved or work.step % _LOG_EVERY == 0 or work.step == total:
+                folder.log(_event(work, config.training, loss, accuracy, _name(shape)))
+            due = time.monotonic() - saved > config.checkpoint_seconds
+            if due or stop.wanted or work.step == total:
+                _save(work, config, folder)
+                saved = time.monotonic()
+            stop.raise_if_wanted(f"training stopped at step {work.step} of {total}")
+
+
+def _one_step(work: _Work, config: TrainingConfig, batch: Batch, device: str) -> tuple[float, float]:
+    rate = learning_rate(config, work.step, work.plan)
+    for group in work.optimiser.param_groups:
+        group["lr"] = rate
+    tokens, labels = to_tensors(batch, device)
+    with matmul_dtype(config.dtype, device):
+        loss, hits = loss_and_hits(work.model, tokens, labels)
+    work.optimiser.zero_grad(set_to_none=True)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(work.model.parameters(), config.clip)
+    work.optimiser.step()
+    return float(loss.detach()), float(hits.float().mean())
+
+
+def _save(work: _Work, config: RunConfig, folder: RunFolder) -> Checkpoint:
+    names = [name for name, parameter in work.model.named_parameters() if parameter.requires_grad]
+    parameters = dict(work.model.named_parameters())
+    averages = {
+        f"{name}/{key}": value
+        for name in names
+        for key, value in work.optimiser.state[parameters[name]].items()
+        if isinstance(value, Tensor)
+    }
+    facts = {
+        "step": work.step,
+        "tokens": work.tokens,
+        "seconds": work.seconds,
+        "plan": work.plan.state(),
+        "loss": work.averages.loss,
+        "accuracy": work.averages.accuracy,
+        "training_hash": config.training_hash,
+    }
+    path = folder.checkpoint / f"step-{work.step:08d}"
+    written = write_checkpoint(path, work.model, config.seed, facts, {_OPTIMISER_FILE: averages})
+    for older in checkpoints_in(folder.checkpoint)[:-2]:  # the one before stays, in case the newest is damaged later
+        shutil.rmtree(older)
+    return written
+
+
+def _resume(work: _Work, config: RunConfig, folder: RunFolder, progress: Progress) -> None:
+    found = _newest_intact(folder.checkpoint, progress)
+    if found is None:
+        return
+    if found.facts.get("training_hash") != config.training_hash:
+        raise UserError(f"checkpoint {found.folder} is another run's; --force starts this run anew")
+    work.model.load_state_dict(found.tensors("model.safetensors"))
+    parameters = dict(work.model.named_parameters())
+    for key, value in found.tensors(_OPTIMISER_FILE).items():
+        name, _, part = key.rpartition("/")
+        work.optimiser.state[parameters[name]][part] = value.to(parameters[name].device)
+    facts = found.facts
+    work.step, work.tokens, work.seconds = facts["step"], facts["tokens"], facts["seconds"]
+    work.averages = _Averages(facts["loss"], facts["accuracy"])
+    work.plan.restore(facts["plan"])
+    if work.step < work.plan.total_steps:
+        progress.note(f"going on from step {work.step} of {work.plan.total_steps}")
+
+
+def _newest_intact(root: Path, progress: Progress) -> Checkpoint | None:
+    found = checkpoints_in(root)
+    problem = None
+    for folder in reversed(found):
+        try:
+            intact = read_checkpoint(folder)
+        except UserError as error:
+            problem = problem or error
+            continue
+        if problem:
+            progress.note(f"{problem}; going on from the one before, {folder.name}")
+        return intact
+    if problem:
+        raise UserError(f"{problem}; there is none before it: --force starts this run anew")
+    return None
+
+
+def _info(work: _Work, config: RunConfig, stages: Sequence[Stage]) -> TrainingInfo:
+    mastered = work.plan.mastered() or [None] * len(stages)
+    return TrainingInfo(
+        config=config.training.plain(),
+        training_hash=config.training_hash,
+        seed=config.seed,
+        train_length=config.task.train_length,
+        steps=work.step,
+        tokens=work.tokens,
+        optimizer="AdamW",
+        learning_rate=config.training.learning_rate,
+        final_loss=work.averages.loss or 0.0,
+        final_accuracy=work.averages.accuracy,
+        stages=tuple(
+            StageInfo(shape=stage.shape.plain(), step=step) for stage, step in zip(stages, mastered, strict=True)
+        ),
+    )
+
+
+def _event(work: _Work, config: TrainingConfig, loss: float, accuracy: float, stage: str) -> dict[str, Any]:
+    return {
+        "step": work.step,
+        "stage": stage,
+        "loss": loss,
+        "accuracy": accuracy,
+        "learning_rate": learning_rate(config, work.step - 1, work.plan),
+        "tokens": work.tokens,
+        "seconds": round(work.seconds, 2),
+    }
+
+
+def _name(shape: Any) -> str:
+    return " ".join(f"{key}={value}" for key, value in shape.plain().items() if value is not None)
