@@ -1,0 +1,559 @@
+"""What must not change a model's output: the invariances that other projects broke.
+
+Each check is named after the numbered bug it guards against and compares two ways to the same logits, gradients or
+state. The model is small, and all its parameters are moved away from their initial values, so that no two ways agree
+for want of anything to disagree about.
+
+Bounds, in units of the largest number compared. float64: 1e-9, far below what any slip makes and far above its
+rounding, which is about 1e-15 here. float32: 1e-4; its rounding is about 1e-6 here. Of gradients each parameter's is
+taken in units of its own largest element. Where two ways do the very same arithmetic, and where something is counted,
+the bound is 0.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from decaybench.core.config import parse
+from decaybench.harness.training import parameter_groups
+from decaybench.models.branch import Mixer
+from decaybench.models.checkpoints import read_checkpoint, write_checkpoint
+from decaybench.models.config import ModelConfig
+from decaybench.models.language_model import LanguageModel, Output, build_model
+from decaybench.models.module import initialise
+from decaybench.models.registry import get_architecture
+from decaybench.models.state import ModelState, tensors
+
+_VOCABULARY = 31
+_D_MODEL = 32
+# Sizes by the names that architectures give them; each takes those that it has.
+_SMALL = {"d_state": 8, "headdim": 8, "head_dim": 8, "n_heads": 4, "n_groups": 2, "chunk_size": 8}
+_ONE_HEAD = {"headdim": 2 * _D_MODEL, "head_dim": _D_MODEL, "n_heads": 1, "n_groups": 1}
+_BOUND = {torch.float64: 1e-9, torch.float32: 1e-4}
+_BFLOAT16_BOUND = 0.05  # of the largest logit: a dozen times bfloat16's rounding, 0.4 %
+_CHUNKS = (1, 2, 3, 7, 8, 64)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison. pitfall: the bug's number; difference: the largest absolute one; bound: what is allowed."""
+
+    pitfall: int
+    name: str
+    difference: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the difference is within the bound; NaN is not."""
+        return self.difference <= self.bound
+
+
+def small_config(
+    name: str, post_variant: Literal["paper", "minimal"] | None = None, *, one_head: bool = False
+) -> ModelConfig:
+    """A model of any registered architecture that takes milliseconds. one_head: one layer of one head."""
+    known = get_architecture(name).config_class().model_fields
+    sizes = {key: size for key, size in (_SMALL | (_ONE_HEAD if one_head else {})).items() if key in known}
+    return parse(
+        ModelConfig,
+        {
+            "name": name,
+            "vocab_size": _VOCABULARY,
+            "d_model": _D_MODEL,
+            "n_layers": 1 if one_head else 2,
+            "mixer": sizes,
+            "ffn": {"kind": "swiglu", "multiple": 1.0},
+            "post": post_variant and {"variant": post_variant, "horizon": 32},
+        },
+    )
+
+
+class Subject:
+    """A model under test, with the data to test it on."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, seed: int, device: str) -> None:
+        self.config, self.dtype, self.seed, self.device = config, dtype, seed, device
+        self.draws = torch.Generator().manual_seed(seed)
+
+    @cached_property
+    def model(self) -> LanguageModel:
+        model = build_model(self.config, self.seed).to(self.dtype)
+        draws = torch.Generator().manual_seed(self.seed + 1)
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=draws, dtype=torch.float64)
+            # Matrices by their own size, so that activations stay of order one; vectors and scalars by 0.3.
+            size = float(parameter.detach().std()) if parameter.ndim > 1 else 0.3
+            parameter.data += (size * noise).to(parameter.dtype)
+        model.embedding.weight.data += 0.3 * torch.randn(model.embedding.weight.shape, generator=draws)
+        return model.to(self.device)
+
+    def copy(self, config: ModelConfig | None = None) -> LanguageModel:
+        """A second model with the same values, perhaps of another configuration of the same shapes."""
+        model = build_model(config or self.config, self.seed).to(self.dtype)
+        model.load_state_dict(self.model.state_dict())
+        return model.to(self.device)
+
+    def tokens(self, *shape: int) -> Tensor:
+        return torch.randint(0, _VOCABULARY, shape, generator=self.draws).to(self.device)
+
+    def documents(self, *lengths: int) -> list[Tensor]:
+        return [self.tokens(length) for length in lengths]
+
+    def logits(self, tokens: Tensor, positions: Tensor | None = None, state: ModelState | None = None) -> Tensor:
+        return self.model(tokens, positions, state).logits  # type: ignore[no-any-return]
+
+    def read(
+        self, tokens: Tensor, positions: Tensor | None = None, state: ModelState | None = None
+    ) -> tuple[Tensor, ModelState]:
+        """Logits, and the state after the last token."""
+        return _both(self.model(tokens, positions, state, output_state=True))
+
+    def step(self, tokens: Tensor, state: ModelState, positions: Tensor | None = None) -> tuple[Tensor, ModelState]:
+        """Logits of one more token a row, and the state after it."""
+        return _both(self.model.step(tokens, state, positions))
+
+    def alone(self, documents: Iterable[Tensor]) -> list[Tensor]:
+        """Each document's logits, read alone from its start."""
+        return [self.logits(document[None])[0] for document in documents]
+
+    def recurrent(self, state: ModelState) -> list[Tensor]:
+        """The tensors of a state, but for those of mixers without decays: a cache may hold pads, hidden."""
+        pairs = zip(_mixers(self.model), state.layers, strict=True)
+        return [t for mixer, layer in pairs if mixer.timescales(1) is not None for t in tensors(layer)]
+
+    def place(self, rows: list[list[Tensor]], width: int, shift: Callable[[int], Tensor]) -> tuple[Tensor, Tensor]:
+        """Documents in rows of `width` columns, each row's tokens at the columns `shift(n)` [n], junk elsewhere."""
+        tokens = self.tokens(len(rows), width)
+        positions = torch.zeros(len(rows), width, dtype=torch.long, device=self.device)
+        for row, documents in enumerate(rows):
+            columns = shift(sum(map(len, documents))).to(self.device)
+            tokens[row, columns] = torch.cat(documents)
+            positions[row, columns] = torch.cat([torch.arange(1, len(d) + 1, device=self.device) for d in documents])
+        return tokens, positions
+
+    def left(self, documents: list[Tensor], width: int) -> tuple[Tensor, Tensor]:
+        """A row a document, padded on the left."""
+        return self.place([[document] for document in documents], width, lambda n: torch.arange(width - n, width))
+
+    def scattered(self, rows: list[list[Tensor]], width: int) -> tuple[Tensor, Tensor]:
+        """Documents in rows, padding anywhere."""
+        return self.place(rows, width, lambda n: torch.randperm(width, generator=self.draws)[:n].sort().values)
+
+    def same(self, pitfall: int, name: str, got: Any, want: Any, bound: float | None = None) -> Check:
+        """That two (collections of) tensors agree."""
+        difference, scale = _largest(got, want)
+        allowed = _BOUND[self.dtype] * max(1.0, scale) if bound is None else bound
+        return Check(pitfall, name, difference, allowed)
+
+    def same_gradients(self, pitfall: int, name: str, got: Tensor, want: Tensor) -> Check:
+        """That two losses have the same gradient, each parameter's in units of its largest element."""
+        pairs = list(zip(self.gradients(got), self.gradients(want), strict=True))
+        difference = _max(_largest(a, b)[0] / (_largest(b, b)[1] or 1.0) for a, b in pairs)
+        return Check(pitfall, name, difference, _BOUND[self.dtype])
+
+    def gradients(self, loss: Tensor) -> list[Tensor]:
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        found = torch.autograd.grad(loss, trained, allow_unused=True)
+        return [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
+
+
+def left_padding(s: Subject) -> Iterator[Check]:
+    documents = s.documents(5, 17, 9)
+    tokens, positions = s.left(documents, 20)
+    together, alone = _real(s.logits(tokens, positions), positions), s.alone(documents)
+    yield s.same(1, "left padding", together, alone)
+    yield s.same_gradients(1, "left padding: gradients", _loss(together, documents), _loss(alone, documents))
+    state, following = s.read(tokens, positions)[1], s.tokens(3)
+    after = [s.step(following[n : n + 1], s.read(document[None])[1])[0][0] for n, document in enumerate(documents)]
+    yield s.same(1, "left padding: the step after it", list(s.step(following, state)[0]), after)
+
+
+def batch_of_one(s: Subject) -> Iterator[Check]:
+    documents = s.documents(5, 17, 9)
+    alone, following = s.alone(documents), s.tokens(1)
+    after = [s.step(following, s.read(document[None])[1])[0] for document in documents]
+    left = [s.left([document], 20) for document in documents]
+    scattered = [s.scattered([[document]], 20) for document in documents]
+    for name, rows in (("on the left", left), ("anywhere", scattered)):
+        single = [_real(s.logits(*row), row[1])[0] for row in rows]
+        yield s.same(2, f"a batch of one, padding {name}", single, alone)
+        steps = [s.step(following, s.read(*row)[1])[0] for row in rows]
+        yield s.same(2, f"a batch of one, padding {name}: the step after", steps, after)
+    tokens = s.tokens(2, 13)
+    explicit = torch.arange(1, 14, device=s.device).expand(2, 13)
+    yield s.same(2, "positions given and left out", s.logits(tokens, explicit), s.logits(tokens))
+
+
+def interior_padding(s: Subject) -> Iterator[Check]:
+    documents = s.documents(5, 17, 1, 22)
+    tokens, positions = s.scattered([[document] for document in documents], 22)
+    together, alone = _real(s.logits(tokens, positions), positions), s.alone(documents)
+    yield s.same(3, "padding between tokens", together, alone)
+    yield s.same_gradients(3, "padding between tokens: gradients", _loss(together, documents), _loss(alone, documents))
+    positions[2] = 0
+    left = [n for n in range(4) if n != 2]
+    yield s.same(
+        3,
+        "a row of padding only",
+        [s.logits(tokens, positions)[n][positions[n] > 0] for n in left],
+        [alone[n] for n in left],
+    )
+
+
+def rows_have_their_own_positions(s: Subject) -> Iterator[Check]:
+    document = s.tokens(11)
+    tokens, positions = s.place([[document]] * 5, 20, lambda n: torch.arange(n))
+    for row in range(5):
+        tokens[row], positions[row] = tokens[row].roll(2 * row), positions[row].roll(2 * row)
+    logits, state = s.read(tokens, positions)
+    rows = _real(logits, positions)
+    yield s.same(4, "one document behind 0, 2, 4, 6, 8 pads", rows, [rows[0]] * 5)
+    yield s.same(4, "tokens seen by each row", state.seen, torch.full((5,), 11, device=s.device), bound=0)
+
+
+def position_in_decode(s: Subject) -> Iterator[Check]:
+    tokens = s.tokens(2, 24)
+    whole = s.logits(tokens)
+    for n in (1, 8, 21):
+        logits, state = _both(s.model.prefill(tokens[:, :n]))
+        steps = [logits]
+        for t in range(n, 24):
+            logits, state = s.step(tokens[:, t], state)
+            steps.append(logits)
+        name = f"{n} tokens read, then {24 - n} steps"
+        yield s.same(5, name, torch.stack(steps, dim=1), whole[:, n - 1 :])
+        yield s.same(5, f"{name}: seen", state.seen, torch.full((2,), 24, device=s.device), bound=0)
+
+
+def pieces(s: Subject) -> Iterator[Check]:
+    documents = s.documents(19, 30, 4)
+    tokens, positions = s.left(documents, 33)
+    whole, end = s.read(tokens, positions)
+    for lengths in ([1] * 33, [8, 8, 8, 9], _random_pieces(s, 33), _random_pieces(s, 33)):
+        logits, state = _in_pieces(s, tokens, positions, lengths)
+        name = f"pieces of {', '.join(map(str, lengths)) if len(set(lengths)) > 1 else lengths[0]}"
+        yield s.same(6, name, _real(logits, positions), _real(whole, positions))
+        yield s.same(6, f"{name}: state", s.recurrent(state), s.recurrent(end))
+    prefilled = [s.model.prefill(tokens, positions, piece=piece).logits for piece in (1, 5, 8, 32, 33, 4096)]
+    yield s.same(6, "prefill in pieces of 1, 5, 8, 32, 33, 4096", prefilled, [whole[:, -1]] * 6)
+
+
+def steps(s: Subject) -> Iterator[Check]:
+    documents = s.documents(12, 12)
+    tokens = torch.stack(documents)
+    whole, end = s.read(tokens)
+    logits, state = _in_pieces(s, tokens, None, [1] * 12)
+    name = "steps from the first token"
+    yield s.same(7, name, logits, whole)
+    yield s.same(7, f"{name}: state", s.recurrent(state), s.recurrent(end))
+    yield s.same_gradients(7, f"{name}: gradients", _loss(logits, documents), _loss(whole, documents))
+
+
+def finished_rows(s: Subject) -> Iterator[Check]:
+    tokens = s.tokens(3, 14)
+    state = s.read(tokens[:, :9])[1]
+    running, finished = torch.tensor([0, 2], device=s.device), torch.tensor([1], device=s.device)
+    mixed, kept = state, []
+    for t in range(9, 14):
+        logits, mixed = s.step(tokens[:, t], mixed, torch.tensor([t + 1, 0, t + 1], device=s.device))
+        kept.append(logits[running])
+    yield s.same(7, "a finished row beside running ones", torch.stack(kept, dim=1), s.logits(tokens[running])[:, 9:])
+    now, before = mixed.select(finished), state.select(finished)
+    following = s.step(tokens[1:2, 9], now)[0]
+    yield s.same(7, "a finished row: its next token", following, s.logits(tokens[1:2, :10])[:, 9])
+    yield s.same(7, "a finished row: its state", s.recurrent(now), s.recurrent(before), bound=0)
+
+
+def extreme_decays(s: Subject) -> Iterator[Check]:
+    tokens = s.tokens(2, 20)
+    for factor in (10.0, -10.0):  # every gate saturates, one way and the other
+        for mixer in _mixers(s.model):
+            for parameter in mixer.parameters():
+                parameter.data *= factor
+        logits, state = _in_pieces(s, tokens, None, [1] * 20)
+        whole, end = s.read(tokens)
+        name = f"steps with the mixers' parameters times {factor:g}"
+        yield s.same(8, name, logits, whole)
+        yield s.same(8, f"{name}: state", s.recurrent(state), s.recurrent(end))
+        del s.model
+
+
+def packing(s: Subject) -> Iterator[Check]:
+    rows = [s.documents(1, 7, 8, 5), s.documents(16, 1, 4), s.documents(21)]
+    flat = [document for row in rows for document in row]
+    tokens, positions = s.place(rows, 21, torch.arange)
+    logits, end = s.read(tokens, positions)
+    packed, alone = _split(logits, rows), s.alone(flat)
+    yield s.same(9, "documents packed in a row", packed, alone)
+    yield s.same_gradients(9, "documents packed in a row: gradients", _loss(packed, flat), _loss(alone, flat))
+    for name, lengths in (("8, 8, 5", [8, 8, 5]), ("1", [1] * 21), ("random lengths", _random_pieces(s, 21))):
+        logits, state = _in_pieces(s, tokens, positions, lengths)
+        yield s.same(9, f"packed, in pieces of {name}", _split(logits, rows), alone)
+        yield s.same(9, f"packed, in pieces of {name}: the step after", *_steps_after(s, state, rows))
+    yield s.same(9, "packed: the step after", *_steps_after(s, end, rows))
+    tokens, positions = s.scattered(rows, 30)
+    scattered = _split(_real(s.logits(tokens, positions), positions), rows)
+    yield s.same(9, "packed, padding anywhere", scattered, alone)
+
+
+def any_length(s: Subject) -> Iterator[Check]:
+    tokens = s.tokens(2, 20)
+    with torch.no_grad():
+        reference = _in_pieces(s, tokens, None, [1] * 20)[0]
+        pairs = [(s.logits(tokens[:, :T]), reference[:, :T]) for T in range(1, 21)]
+        yield s.same(10, "lengths 1 to 20", [got for got, _ in pairs], [want for _, want in pairs])
+        if "chunk_size" not in type(s.config.mixer).model_fields:
+            return
+        for chunk in _CHUNKS:
+            mixer = s.config.mixer.model_copy(update={"chunk_size": chunk})
+            model = s.copy(s.config.model_copy(update={"mixer": mixer}))
+            got = [model(tokens[:, :T]).logits for T in (1, 2, 8, 13, 20)]
+            yield s.same(10, f"chunks of {chunk}", got, [reference[:, :T] for T in (1, 2, 8, 13, 20)])
+
+
+def initial_state(s: Subject) -> Iterator[Check]:
+    documents = s.documents(22, 22)
+    tokens = torch.stack(documents)
+    whole = s.logits(tokens)
+    for lengths in ([11, 11], [1, 21], _random_pieces(s, 22)):
+        logits, _ = _in_pieces(s, tokens, None, lengths)
+        name = f"split into {', '.join(map(str, lengths))}"
+        yield s.same(11, name, logits, whole)
+        yield s.same_gradients(11, f"{name}: gradients", _loss(logits, documents), _loss(s.logits(tokens), documents))
+
+
+def low_precision(s: Subject) -> Iterator[Check]:
+    decays = _decay_parameters(s.model)
+    low = s.copy().to(torch.bfloat16)
+    kept, wide = (dict(model.named_parameters()) for model in (low, s.model))
+    below = [kept[name].dtype == torch.bfloat16 for name in decays]
+    yield _counted(12, "bfloat16 model: decay parameters below float32", below)
+    values = [kept[name] for name in decays], [wide[name].float() for name in decays]
+    yield s.same(12, "bfloat16 model: values of decay parameters", *values, bound=0)
+
+    tokens = s.tokens(2, 64)
+    full = s.logits(tokens)
+    logits, state = _both(low(tokens, output_state=True))
+    yield _counted(12, "bfloat16 model: states below float32", _below_float32(low, state))
+    yield _near(12, "bfloat16 model", logits, full)
+    logits, _ = _both(low.step(tokens[:, -1], _both(low.prefill(tokens[:, :-1]))[1]))
+    yield _near(12, "bfloat16 model: a step", logits, full[:, -1])
+
+
+def autocast(s: Subject) -> Iterator[Check]:
+    model, tokens = s.copy().float(), s.tokens(2, 64)
+    with torch.autocast(torch.device(s.device).type, dtype=torch.bfloat16):
+        logits, state = _both(model(tokens, output_state=True))
+    yield _counted(12, "autocast: states below float32", _below_float32(model, state))
+    yield _near(12, "autocast", logits, s.logits(tokens))
+    _loss(logits.float(), tokens).backward()  # type: ignore[no-untyped-call]
+    yield _counted(12, "autocast: gradients not finite", _not_finite(p.grad for p in model.parameters()))
+
+
+def overflow(s: Subject) -> Iterator[Check]:
+    documents = s.documents(20, 20)
+    tokens = torch.stack(documents)
+    for what, value in (("the fastest decays", 8.0), ("no decay", -1e3)):
+        model = s.copy()
+        parameters = dict(model.named_parameters())
+        for name in _decay_parameters(s.model):
+            parameters[name].data.fill_(value)
+        logits = model(tokens).logits
+        _loss(logits, documents).backward()  # type: ignore[no-untyped-call]
+        yield _counted(13, f"{what}: logits not finite", _not_finite([logits]))
+        yield _counted(13, f"{what}: gradients not finite", _not_finite(p.grad for p in model.parameters()))
+
+
+def causality(s: Subject) -> Iterator[Check]:
+    tokens = s.tokens(1, 20)
+    whole = s.logits(tokens)
+    got, want = [], []
+    for t in range(1, 20):
+        changed = tokens.clone()
+        changed[:, t:] = (changed[:, t:] + 1) % _VOCABULARY
+        got.append(s.logits(changed)[:, :t])
+        want.append(whole[:, :t])
+    yield s.same(13, "later tokens don't change earlier logits", got, want)
+
+
+def weight_decay(s: Subject) -> Iterator[Check]:
+    groups = parameter_groups(s.model, 0.1)
+    grouped = [id(parameter) for group in groups for parameter in group["params"]]
+    decayed = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
+    named = dict(s.model.named_parameters())
+    decays = _decay_parameters(s.model)
+    exempt = [id(p) in decayed for name, p in named.items() if p.ndim < 2 or name in decays]
+    yield _counted(14, "weight decay on decays, norms and biases", exempt)
+    misplaced = [grouped.count(id(p)) != int(p.requires_grad) for p in named.values()]
+    yield _counted(14, "parameters not in one group, or frozen in one", misplaced)
+
+
+def initial_values(s: Subject) -> Iterator[Check]:
+    built = build_model(s.config, s.seed).state_dict()
+    other = build_model(s.config, s.seed + 1)
+    for tensor in other.state_dict().values():
+        tensor.fill_(math.nan)
+    initialise(other, s.seed)
+    yield s.same(15, "every value is drawn, from the seed", other.state_dict().values(), built.values(), bound=0)
+    yield _counted(15, "initial values not finite", _not_finite(built.values()))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkpoint"
+        write_checkpoint(path, s.model, s.seed + 1, {}, {})
+        loaded = read_checkpoint(path).model(device=s.device).state_dict()
+    saved = [tensor.float() for tensor in s.model.state_dict().values()]  # a model is loaded in float32
+    yield s.same(15, "values after loading a checkpoint", loaded.values(), saved, bound=0)
+
+
+def one_head_and_layer(s: Subject) -> Iterator[Check]:
+    variant = s.config.post.variant if s.config.post else None
+    one = Subject(small_config(s.config.name, variant, one_head=True), s.dtype, s.seed, s.device)
+    name = "one layer of one head"
+    initial = build_model(one.config, one.seed).state_dict().values()
+    yield _counted(17, f"{name}: initial values not finite", _not_finite(initial))
+    documents = one.documents(13, 13)
+    tokens = torch.stack(documents)
+    logits = one.logits(tokens)
+    found = [logits, *one.gradients(_loss(logits, documents))]
+    yield _counted(17, f"{name}: logits and gradients not finite", _not_finite(found))
+    yield one.same(17, f"{name}: steps", _in_pieces(one, tokens, None, [1] * 13)[0], logits)
+
+
+CHECKS: dict[Callable[[Subject], Iterator[Check]], int] = {
+    left_padding: 1,
+    batch_of_one: 2,
+    interior_padding: 3,
+    rows_have_their_own_positions: 4,
+    position_in_decode: 5,
+    pieces: 6,
+    steps: 7,
+    finished_rows: 7,
+    extreme_decays: 8,
+    packing: 9,
+    any_length: 10,
+    initial_state: 11,
+    low_precision: 12,
+    autocast: 12,
+    overflow: 13,
+    causality: 13,
+    weight_decay: 14,
+    initial_values: 15,
+    one_head_and_layer: 17,
+}
+
+
+def _in_pieces(s: Subject, tokens: Tensor, positions: Tensor | None, lengths: list[int]) -> tuple[Tensor, ModelState]:
+    """Logits and the last state of a forward pass cut into pieces, the state carried along with its history."""
+    state, parts, start = None, [], 0
+    for length in lengths:
+        piece = slice(start, start + length)
+        logits, state = s.read(tokens[:, piece], None if positions is None else positions[:, piece], state)
+        parts.append(logits)
+        start += length
+    assert state is not None
+    return torch.cat(parts, dim=1), state
+
+
+def _random_pieces(s: Subject, length: int) -> list[int]:
+    cuts = torch.randperm(length - 1, generator=s.draws)[:4].sort().values + 1
+    edges = [0, *cuts.tolist(), length]
+    return [int(after - before) for before, after in pairwise(edges)]
+
+
+def _steps_after(s: Subject, state: ModelState, rows: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
+    """Two steps from a packed state, beside the last document of each row read alone with these two tokens."""
+    following = s.tokens(len(rows), 2)
+    first, state = s.step(following[:, 0], state)
+    second, _ = s.step(following[:, 1], state)
+    whole = [s.logits(torch.cat([row[-1], following[n]])[None])[0, -2:] for n, row in enumerate(rows)]
+    return torch.stack([first, second], dim=1), torch.stack(whole)
+
+
+def _real(logits: Tensor, positions: Tensor) -> list[Tensor]:
+    return [row[where > 0] for row, where in zip(logits, positions, strict=True)]
+
+
+def _split(logits: Iterable[Tensor], rows: list[list[Tensor]]) -> list[Tensor]:
+    """The logits of rows of packed documents, document by document."""
+    return [
+        part
+        for of_row, documents in zip(logits, rows, strict=True)
+        for part in of_row.split([len(document) for document in documents])  # type: ignore[no-untyped-call]
+    ]
+
+
+def _loss(logits: Iterable[Tensor], documents: Iterable[Tensor]) -> Tensor:
+    """Cross-entropy of each document with itself, summed: a loss to which every token counts."""
+    pairs = zip(logits, documents, strict=True)
+    return torch.stack([F.cross_entropy(got, wanted, reduction="sum") for got, wanted in pairs]).sum()
+
+
+def _mixers(model: LanguageModel) -> list[Mixer]:
+    return [cast(Mixer, block.mixer) for block in model.blocks]
+
+
+@torch.no_grad()
+def _decay_parameters(model: LanguageModel) -> list[str]:
+    """The parameters on which the resting timescales depend, found by moving each."""
+
+    def timescales() -> Tensor:
+        scales = [scale for mixer in _mixers(model) if (scale := mixer.timescales(5)) is not None]
+        return torch.cat(scales) if scales else torch.empty(0)
+
+    rest, found = timescales(), []
+    for name, parameter in model.named_parameters():
+        value = parameter.clone()
+        parameter.add_(0.1)
+        if not torch.equal(timescales(), rest):
+            found.append(name)
+        parameter.copy_(value)
+    return found
+
+
+def _both(output: Output) -> tuple[Tensor, ModelState]:
+    assert output.state is not None
+    return output.logits, output.state
+
+
+def _below_float32(model: LanguageModel, state: ModelState) -> list[bool]:
+    """For each recurrent state [B, H, K, V], whether it is kept in less than float32."""
+    pairs = zip(_mixers(model), state.layers, strict=True)
+    states = [t for mixer, layer in pairs if mixer.timescales(1) is not None for t in tensors(layer.mixer)]
+    return [t.dtype not in (torch.float32, torch.float64) for t in states if t.ndim >= 4]
+
+
+def _not_finite(values: Iterable[Tensor | None]) -> list[bool]:
+    return [not bool(value.isfinite().all()) for value in values if value is not None]
+
+
+def _counted(pitfall: int, name: str, wrong: list[bool]) -> Check:
+    return Check(pitfall, f"{name}, of {len(wrong)}", sum(wrong), 0)
+
+
+def _near(pitfall: int, name: str, got: Any, want: Any) -> Check:
+    difference, scale = _largest(got, want)
+    return Check(pitfall, f"{name}: logits beside full precision", difference, _BFLOAT16_BOUND * scale)
+
+
+def _largest(got: Any, want: Any) -> tuple[float, float]:
+    """The largest absolute difference, NaN if any is, and the largest wanted value."""
+    got, want = ([x] if isinstance(x, Tensor) else x for x in (got, want))
+    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(got, want, strict=True)]
+    differences = [float((a - b).abs().amax()) if a.numel() else 0.0 for a, b in pairs]
+    return _max(differences), _max(float(b.abs().amax()) for _, b in pairs if b.numel())
+
+
+def _max(values: Iterable[float]) -> float:
+    found = list(values)
+    return math.nan if any(math.isnan(value) for value in found) else max(found, default=0.0)

@@ -1,0 +1,350 @@
+"""The self-test holds for what we ship, and each of its checks finds the bug that it is named after."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from decaybench.core import positions
+from decaybench.core.positions import Layout
+from decaybench.harness import invariances, selftest
+from decaybench.harness.selftest import Check, small_config
+from decaybench.models import language_model, module
+from decaybench.models.addons import post
+from decaybench.models.language_model import LanguageModel
+from decaybench.models.mixers import attention, mamba2
+from decaybench.models.ops import scalar_decay
+
+CONFIGS = {
+    "mamba2": ("mamba2", None),
+    "mamba2+post": ("mamba2", "paper"),
+    "mamba2+post-minimal": ("mamba2", "minimal"),
+    "attention": ("attention", None),
+}
+
+
+def failed(checks: list[Check]) -> list[str]:
+    return [
+        f"{check.pitfall} {check.name}: {check.difference:g} > {check.bound:g}" for check in checks if not check.passed
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("cell", CONFIGS)
+def test_every_invariance_holds(cell, dtype):
+    checks = selftest.selftest(small_config(*CONFIGS[cell]), dtype=dtype)
+    assert failed(checks) == []
+    assert {check.pitfall for check in checks} == {*range(1, 16), 17}
+
+
+@pytest.mark.parametrize("settings", [{"taper": "learned"}, {"control": "shuffled"}, {"reparameterize": False}])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_ablations_hold_too(settings, seed):
+    config = small_config("mamba2", "minimal")
+    config = config.model_copy(update={"post": config.post.model_copy(update=settings), "tie_embeddings": False})
+    assert failed(selftest.selftest(config, seed=seed, pitfalls={1, 3, 5, 6, 9, 11})) == []
+
+
+# --- each known bug, put back in
+
+
+@pytest.fixture
+def bug(monkeypatch) -> Iterator[Callable]:
+    """Puts `wrap(original)` in the place of a function."""
+
+    def put(owner, name, wrap):
+        monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))
+
+    yield put
+
+
+def without(**fields):
+    """A layout that doesn't know of some things."""
+
+    def wrap(of):
+        return staticmethod(lambda *args, **kwargs: replace(of(*args, **kwargs), **fields))
+
+    return wrap
+
+
+def caught(*pitfalls: int, cell: str = "mamba2+post-minimal") -> set[int]:
+    checks = selftest.selftest(small_config(*CONFIGS[cell]), pitfalls=set(pitfalls))
+    return {check.pitfall for check in checks if not check.passed}
+
+
+def test_finds_pads_that_enter_the_state(bug):
+    bug(Layout, "of", without(valid=None))
+    assert caught(1) == {1}
+
+
+def test_finds_pads_between_tokens(bug):
+    bug(language_model, "compaction", lambda original: lambda positions: None)
+    assert caught(3, 9) == {3, 9}
+
+
+def test_finds_a_mask_that_is_ignored_in_a_batch_of_one(bug):
+    def wrap(of):
+        def ignoring(p, **options):
+            return of(p, **options) if len(p) > 1 else Layout.fresh(p.shape[1], p.device)
+
+        return staticmethod(ignoring)
+
+    bug(Layout, "of", wrap)
+    assert caught(2, 3) == {2}
+
+
+def test_finds_pads_that_are_kept_in_a_batch_of_one(bug):
+    bug(language_model, "compaction", lambda original: lambda p: original(p) if len(p) > 1 else None)
+    assert caught(2, 3) == {2}
+
+
+def test_finds_positions_counted_from_the_padded_column(bug):
+    def wrap(log_rate):
+        return lambda self, p: log_rate(self, torch.arange(1, p.shape[1] + 1).expand(p.shape))
+
+    bug(post.Spectrum, "log_rate", wrap)
+    assert caught(5, 9, 11) == {5, 9, 11}
+
+
+def test_finds_rows_that_share_positions(bug):
+    def wrap(log_rate):
+        return lambda self, p: log_rate(self, p.amax(0, keepdim=True).cummax(1).values.expand(p.shape))
+
+    bug(post.Spectrum, "log_rate", wrap)
+    assert caught(1, 9) == {1, 9}
+
+
+def test_finds_tokens_seen_counted_with_the_pads(bug):
+    def wrap(last_position):
+        return lambda self, otherwise: torch.full_like(otherwise, self.positions.shape[1])
+
+    bug(Layout, "last_position", wrap)
+    assert caught(4, cell="mamba2") == {4}
+
+
+def test_finds_a_position_that_is_lost_in_decode(bug):
+    def wrap(log_rate):
+        return lambda self, p: log_rate(self, p if p.shape[1] > 1 else torch.ones_like(p))
+
+    bug(post.Spectrum, "log_rate", wrap)
+    assert caught(5, 7) == {5, 7}
+
+
+def test_finds_a_convolution_tail_that_is_dropped(bug):
+    bug(mamba2, "conv_tail", lambda original: lambda *args: torch.zeros_like(original(*args)))
+    assert caught(5, 6, 7, 11) == {5, 6, 7, 11}
+
+
+def test_finds_a_state_that_is_dropped(bug):
+    def wrap(original):
+        return lambda *args, **kwargs: original(*args, **kwargs | {"initial_state": None})
+
+    bug(mamba2, "scalar_decay", wrap)
+    assert caught(6, 7) == {6, 7}
+
+
+def test_finds_a_clamp_in_the_loop_alone(bug):
+    def wrap(original):
+        return lambda q, k, v, log_decay, **kwargs: original(q, k, v, log_decay.clamp(min=-10.0), **kwargs)
+
+    bug(scalar_decay, "scalar_decay_recurrent", wrap)
+    assert caught(8) == {8}
+
+
+def test_finds_a_state_that_leaks_into_the_next_document(bug):
+    bug(Layout, "of", without(resets=None, segments=None))
+    assert caught(9, 6) == {9}
+    assert caught(9, 6, cell="attention") == {9}
+
+
+def test_finds_a_convolution_that_leaks_into_the_next_document(bug):
+    bug(Layout, "see_back", lambda original: lambda self, lag: None)
+    assert caught(9, cell="mamba2") == {9}
+
+
+def test_finds_a_tail_of_an_earlier_document(bug):
+    def wrap(original):
+        def kept(inputs, layout, width):
+            return original(inputs, replace(layout, positions=layout.positions.clamp(min=0) * 0 + width), width)
+
+        return kept
+
+    bug(mamba2, "conv_tail", wrap)
+    assert caught(9, 6, cell="mamba2") == {9}
+
+
+def test_finds_a_cache_of_an_earlier_document(bug):
+    bug(attention, "_forget_earlier_documents", lambda original: lambda cached, layout: cached)
+    assert caught(9, 6, cell="attention") == {9}
+
+
+def test_finds_a_length_that_is_no_multiple_of_the_chunk(bug):
+    def wrap(original):
+        def rounded(q, k, v, log_decay, **kwargs):
+            o, state = original(q, k, v, log_decay, **kwargs)
+            whole = v.shape[1] // kwargs["chunk_size"] * kwargs["chunk_size"]
+            return torch.cat([o[:, :whole], torch.zeros_like(o[:, whole:])], dim=1), state
+
+        return rounded
+
+    bug(scalar_decay, "scalar_decay_chunked", wrap)
+    assert caught(10) == {10}
+
+
+def test_finds_an_initial_state_without_a_gradient(bug):
+    def wrap(original):
+        def detached(*args, initial_state=None, **kwargs):
+            return original(*args, initial_state=None if initial_state is None else initial_state.detach(), **kwargs)
+
+        return detached
+
+    bug(mamba2, "scalar_decay", wrap)
+    checks = selftest.selftest(small_config("mamba2"), pitfalls={11})
+    assert {check.name.endswith("gradients") for check in checks if not check.passed} == {True}
+
+
+def test_finds_decays_in_bfloat16(bug):
+    bug(mamba2.Mamba2, "float32_names", lambda original: frozenset())
+    assert caught(12) == {12}
+
+
+def test_finds_a_state_in_bfloat16(bug):
+    def wrap(original):
+        def narrowed(*args, **kwargs):
+            o, state = original(*args, **kwargs)
+            return o, None if state is None else state.bfloat16()
+
+        return narrowed
+
+    bug(mamba2, "scalar_decay", wrap)
+    assert caught(12) == {12}
+
+
+def test_finds_autocast_inside_the_recurrence(bug):
+    bug(scalar_decay, "scalar_decay_chunked", lambda original: original.__wrapped__)
+    names = [c.name for c in selftest.selftest(small_config("mamba2"), pitfalls={12}) if not c.passed]
+    assert names
+    assert all("autocast" in name for name in names)
+
+
+def test_finds_an_overflow(bug):
+    bug(scalar_decay, "bounded_log_decay", lambda original: lambda x: torch.where(x < -20, -math.inf, x))
+    assert 13 in caught(13)
+
+
+def test_finds_a_look_ahead(bug):
+    def wrap(original):
+        def leaking(*args, **kwargs):
+            o, state = original(*args, **kwargs)
+            return o + 1e-6 * o.roll(-1, dims=1), state
+
+        return leaking
+
+    bug(mamba2, "scalar_decay", wrap)
+    assert caught(13) == {13}
+
+
+def test_finds_weight_decay_on_decays(bug):
+    def everywhere(original):
+        return lambda model, decay: [
+            {"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": decay}
+        ]
+
+    bug(invariances, "parameter_groups", everywhere)
+    assert caught(14) == {14}
+
+
+def test_finds_a_value_that_nobody_draws(bug):
+    bug(mamba2.Mamba2, "initialise", lambda original: lambda self, draws_for: None)
+    assert caught(15) == {15}
+
+
+def test_finds_initial_values_that_loading_overwrites(bug):
+    def wrap(original):
+        def reset(self, *args, **kwargs):
+            result = original(self, *args, **kwargs)
+            module.initialise(self, 5)
+            return result
+
+        return reset
+
+    bug(LanguageModel, "load_state_dict", wrap)
+    assert caught(15) == {15}
+
+
+def test_finds_a_division_by_one_head_less(bug):
+    bug(
+        post.TaperedSpectrum,
+        "_ordered_tapers",
+        lambda original: lambda self: torch.zeros(len(self.deltas) + 1) / len(self.deltas),
+    )
+    assert caught(17) == {17}
+
+
+# --- how it is shown
+
+
+def test_nan_and_infinity_fail():
+    assert Check(1, "x", 1e-9, 1e-9).passed
+    assert not Check(1, "x", math.nan, 1e-9).passed
+    assert not Check(1, "x", math.inf, 1e-9).passed
+
+
+def test_a_check_that_cannot_be_carried_out_fails_and_says_why(bug):
+    def wrap(original):
+        def broken(*args, **kwargs):
+            raise RuntimeError("no kernel\nfor this device")
+
+        return broken
+
+    bug(mamba2, "scalar_decay", wrap)
+    checks = selftest.selftest(small_config("mamba2"), pitfalls={1, 10})
+    assert [(check.pitfall, check.difference) for check in checks] == [(1, math.inf), (10, math.inf)]
+    assert checks[0].name == "left padding: no kernel for this device"
+
+
+def test_results_by_model_are_tabled_and_plain(monkeypatch):
+    from rich.console import Console
+
+    checks = [Check(9, "packing [x]", 0.5, 1e-9), Check(1, "padding", 1e-15, 1e-9), Check(2, "odd", math.inf, 0)]
+    monkeypatch.setattr(selftest, "selftest", lambda config, **options: checks)
+    results = selftest.check_models("all")
+    assert list(results)[:2] == ["mamba2 float64", "mamba2 float32"]
+    assert {name.split()[0] for name in results} == set(CONFIGS)
+    assert list(selftest.check_models("mamba2", post=True)) == [
+        f"{cell} {dtype}" for cell in ("mamba2+post", "mamba2+post-minimal") for dtype in ("float64", "float32")
+    ]
+    console = Console(width=120, record=True, file=io.StringIO())
+    (drawn,) = selftest.tables({"mamba2": checks})
+    console.print(drawn)
+    lines = [line for line in console.export_text().splitlines() if "holds" in line or "BROKEN" in line]
+    assert ["holds" in lines[0], "BROKEN" in lines[1], "BROKEN" in lines[2]] == [True] * 3, "by the pitfall's number"
+    assert "packing [x]" in lines[2]
+    assert "1.0e-15" in lines[0]
+    assert drawn.caption == "mamba2: 2 of 3 checks broken"
+    shown = json.loads(json.dumps(selftest.plain({"mamba2": checks}), allow_nan=False))
+    assert [row["passed"] for row in shown] == [False, True, False]
+    assert shown[2]["difference"] is None
+
+
+def test_post_needs_decays():
+    from decaybench.core.errors import UserError
+
+    with pytest.raises(UserError, match="post needs a mixer with decays; attention has none"):
+        selftest.check_models("attention", post=True)
+
+
+def test_the_machines_threads_are_given_back():
+    before = torch.get_num_threads()
+    selftest.selftest(small_config("mamba2"), pitfalls={14})
+    assert torch.get_num_threads() == before
+
+
+def test_check_positions_is_the_models_own():
+    assert language_model.check_positions is positions.check_positions
