@@ -78,22 +78,31 @@ def write_checkpoint(
     Either the whole folder appears or nothing: it is filled under another name, flushed, and renamed. A checkpoint of
     that name stays until the new one is whole. Raises RunError when the disk is full or can't be written.
     """
-    temporary, replaced = (folder.with_name(f".{folder.name}.{what}") for what in ("writing", "replaced"))
+    temporary, replaced = folder.with_name(f".{folder.name}.writing"), folder.with_name(f".{folder.name}.replaced")
     with writing(folder):
-        shutil.rmtree(temporary, ignore_errors=True)
+        for what in ("writing", "replaced"):  # left by kills
+            for left in folder.parent.glob(f".*.{what}"):
+                shutil.rmtree(left, ignore_errors=True)
         temporary.mkdir(parents=True)
         try:
             content = _fill(temporary, model, seed, facts, extra)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        shutil.rmtree(replaced, ignore_errors=True)
         if folder.exists():
             folder.rename(replaced)
         temporary.rename(folder)
         _flush(folder.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     return Checkpoint(folder, content)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint, under another name first: a kill leaves no half of one. Raises RunError."""
+    removed = folder.with_name(f".{folder.name}.replaced")
+    with writing(folder):
+        folder.rename(removed)
+        shutil.rmtree(removed)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -124,8 +133,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 def find_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint that a user means by `path`: a checkpoint's folder, or a run's, whose newest one is taken."""
     try:
-        if not path.exists():
-            raise UserError(f"no checkpoint at {path}: there is no such folder")
+        if not path.is_dir():
+            what = "it is a file, not a folder" if path.exists() else "there is no such folder"
+            raise UserError(f"no checkpoint at {path}: {what}")
         if (path / _FACTS).exists():
             return read_checkpoint(path)
         for root in (path / "checkpoint", path):

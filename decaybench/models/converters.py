@@ -10,7 +10,11 @@ from torch import Tensor
 
 from decaybench.core.errors import UserError
 
-_OUTER = {"embedding.weight": "embedding.weight", "embeddings.weight": "embedding.weight", "norm_f.weight": "norm.weight"}
+_OUTER = {
+    "embedding.weight": "embedding.weight",
+    "embeddings.weight": "embedding.weight",
+    "norm_f.weight": "norm.weight",
+}
 _INNER = {
     "norm.weight": "norm.weight",
     "mixer.in_proj.weight": "mixer.in_proj.weight",

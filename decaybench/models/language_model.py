@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from decaybench.core.names import unknown
 from decaybench.core.positions import Layout, check_positions, compaction
 from decaybench.models.block import Block, make_norm
 from decaybench.models.branch import Context
@@ -169,8 +170,6 @@ def build_model(
 
 def resolve_backend(wanted: Literal["auto"] | str, name: str) -> tuple[str, str]:
     """The backend to use for an architecture, and why. Raises UserError where it doesn't have the one wanted."""
-    from decaybench.core.names import unknown
-
     offered = get_architecture(name).backends
     if wanted == "auto":
         return offered[0], f"the only one that {name} has here" if len(offered) == 1 else "the best one found here"

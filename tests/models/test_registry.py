@@ -1,0 +1,148 @@
+"""Architectures by name, other packages' by entry points, and what a wrong configuration is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from decaybench.core.config import parse
+from decaybench.core.errors import RunError, UserError
+from decaybench.models import registry
+from decaybench.models.config import PRESETS, ModelConfig, preset
+from decaybench.models.language_model import build_model
+from decaybench.models.registry import Architecture, architectures, get_architecture
+from tests.models import small
+
+MAMBA2 = "decaybench.models.mixers.mamba2:"
+
+
+class Entry:
+    """What importlib.metadata.entry_points gives."""
+
+    def __init__(self, name, value):
+        self.name, self.value = name, value
+
+    def load(self):
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+@pytest.fixture
+def installed(monkeypatch) -> Iterator[list[Entry]]:
+    entries: list[Entry] = []
+    monkeypatch.setattr(registry, "entry_points", lambda group: entries if group == "decaybench.models" else [])
+    architectures.cache_clear()
+    yield entries
+    architectures.cache_clear()
+
+
+def other(name="mamba2b", mixer="Mamba2", config="Mamba2Config", **settings):
+    return Architecture(name, MAMBA2 + config, MAMBA2 + mixer, "another package's", "here", **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("mamba3", "mamba2"), ("Mamba2", "mamba2"), ("atention", "attention"), ("mamba-2", "mamba2")]
+)
+def test_an_unknown_name_is_answered_with_the_nearest(name, hint):
+    with pytest.raises(UserError, match=f"unknown model '{name}'; did you mean '{hint}'"):
+        get_architecture(name)
+
+
+def test_a_name_like_no_other_is_answered_with_all():
+    with pytest.raises(UserError, match="known: attention, mamba2"):
+        get_architecture("zzz")
+
+
+def test_another_packages_model_is_built_like_ours(installed):
+    installed.append(Entry("x", other()))
+    assert list(architectures())[:2] == ["mamba2", "attention"]
+    config = parse(ModelConfig, {"name": "mamba2b", "vocab_size": 31, "d_model": 32, "mixer": small.SIZES["mamba2"]})
+    assert config.cell == "mamba2b"
+    assert build_model(config)(small.tokens(1, 5)).logits.shape == (1, 5, 31)
+    with pytest.raises(UserError, match="post needs a mixer with decays; mamba2b has none"):
+        parse(ModelConfig, {"name": "mamba2b", "post": {"horizon": 64}})
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (
+            ImportError("no module named cuda"),
+            "entry point x of decaybench.models can't be loaded: no module named cuda",
+        ),
+        (RuntimeError("boom"), "entry point x of decaybench.models can't be loaded: boom"),
+        ("a string", "entry point x of decaybench.models is not an Architecture"),
+        (other("mamba2"), "takes the model name 'mamba2', which is taken"),
+    ],
+)
+def test_a_bad_entry_point_is_named(installed, value, said):
+    installed.append(Entry("x", value))
+    with pytest.raises(RunError, match=said):
+        architectures()
+    installed.clear()  # what failed is not remembered
+    assert list(architectures()) == ["mamba2", "attention"]
+
+
+@pytest.mark.parametrize("bad", [{"config": "Nothing"}, {"mixer": "Nothing"}])
+def test_an_architecture_that_names_nothing_is_named(installed, bad):
+    installed.append(Entry("x", other(**bad)))
+    with pytest.raises(RunError, match="Nothing', which an architecture names, can't be imported"):
+        build_model(parse(ModelConfig, {"name": "mamba2b"}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"name": "mamba"}, "unknown model 'mamba'; did you mean 'mamba2'?"),
+        ({"d_modle": 64}, "unknown key 'd_modle' (value 64); did you mean 'd_model'?"),
+        ({"mixer": {"d_sate": 8}}, "unknown key 'model.mixer.d_sate' (value 8); did you mean 'd_state'?"),
+        ({"mixer": {"d_state": 0}}, "model.mixer.d_state=0: input should be greater than or equal to 1"),
+        ({"name": "attention", "mixer": {"d_state": 8}}, "unknown key 'model.mixer.d_state'"),
+        ({"ffn": {"kind": "swiglo"}}, "did you mean 'swiglu'?"),
+        ({"post": {"taper": "lerned"}}, "did you mean 'learned'?"),
+        ({"post": {"horizn": 5}}, "unknown key 'post.horizn' (value 5); did you mean 'horizon'?"),
+        ({"name": "attention", "post": {}}, "post needs a mixer with decays; attention has none"),
+        ({"vocab_size": 1}, "vocab_size=1: input should be greater than or equal to 2"),
+        ({"n_layers": 0}, "n_layers=0"),
+        ({"norm": "rms"}, "norm='rms'"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_that_names_it(settings, said):
+    with pytest.raises(UserError) as error:
+        parse(ModelConfig, settings)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "said"),
+    [
+        ({"headdim": 7}, "mixer.headdim=7 must divide expand * d_model = 64"),
+        ({"n_groups": 3}, "mixer.n_groups=3 must divide the number of heads, 8"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_named(mixer, said):
+    with pytest.raises(UserError) as error:
+        build_model(small.config(mixer=mixer))
+    assert str(error.value) == said
+
+
+def test_every_preset_is_a_configuration():
+    for size, models in PRESETS.items():
+        for name in models:
+            config = parse(ModelConfig, preset(size, name))
+            assert config.name == name
+            build_model(config, device="meta")
+    with pytest.raises(UserError, match="unknown model preset '180'; did you mean '180m'"):
+        preset("180", "mamba2")
+    with pytest.raises(UserError, match="unknown model of preset 180m 'attention'"):
+        preset("180m", "attention")
+
+
+def test_a_configuration_survives_its_plain_form():
+    config = small.config(ffn={}, post={"variant": "minimal", "range": (2.0, 50.0)})
+    assert parse(ModelConfig, config.plain()) == config
+    assert config.cell == "mamba2+post-minimal"
+    assert small.config(post={}).cell == "mamba2+post"
