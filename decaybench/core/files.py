@@ -26,7 +26,12 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader, or a kill, finds the old file or the new one. Raises RunError.
+    """`atomic_write_bytes` of `text` in UTF-8."""
+    atomic_write_bytes(path, text.encode())
+
+
+def atomic_write_bytes(path: Path, data: bytes) -> None:
+    """Write `data` to `path` so that a reader, or a kill, finds the old file or the new one. Raises RunError.
 
     Missing folders are made.
     """
@@ -34,7 +39,7 @@ def atomic_write_text(path: Path, text: str) -> None:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            _write_new(new, text.encode())
+            _write_new(new, data)
             new.replace(path)
         except BaseException:
             with suppress(OSError):

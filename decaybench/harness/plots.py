@@ -1,24 +1,24 @@
 """Figures of an evaluation and of a decay spectrum: .png for a page, .svg for a paper; the same bytes every time.
 
-Blues are measurements by size (darker: more accurate, or longer), dashed grey marks the training length, bars are
-95 % intervals. No pyplot, so no window, backend or figure of the caller is touched; matplotlib is imported to draw.
+In all of them a darker blue is a higher accuracy or a longer sample, dashed grey or a frame marks the training length,
+and a bar is a 95 % interval. No pyplot: no window, and nothing of the caller's matplotlib is changed. matplotlib is
+imported by the functions that draw, so that what merely imports this module doesn't wait for it.
 """
 
 from __future__ import annotations
 
 import io
-import os
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from math import ceil, isclose, log2
+from contextlib import contextmanager
+from math import ceil, isclose, log2, nan, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from decaybench.core.files import writing
-from decaybench.results.record import CellResult, Group, Record, groups
+from decaybench.core.files import atomic_write_bytes
+from decaybench.results.record import CellResult, DistanceBin, Group, Record, groups
 from decaybench.results.statistics import wilson
 
 if TYPE_CHECKING:
@@ -171,7 +171,6 @@ def _length(record: Record) -> Figure:
             marker=marker,
             linestyle="-" if joined else "none",
             label=variant,
-            clip_on=False,
             zorder=3,
         )
         if joined:
@@ -213,7 +212,7 @@ def _distance(record: Record) -> Figure:
             Line2D([], [], color=_MUTED, marker="o", markerfacecolor="white", linestyle="none", label=_HOLLOW)
         )
     if handles:
-        _legend_below(figure, handles, columns=4)
+        _legend_below(figure, handles, columns=4 if columns == 1 else 5)
     _thin(figure)
     return figure
 
@@ -241,7 +240,7 @@ def _panels(title: str, count: int, columns: int, size: tuple[float, float]) -> 
     panels = list(grid[:count])
     for panel in panels[max(0, count - columns) :]:  # also those whose neighbour below was removed
         panel.tick_params(labelbottom=True)
-    per_line = int(12.5 * size[0])
+    per_line = int(12 * size[0])  # characters
     figure.suptitle(textwrap.fill(title, per_line), x=0.01, ha="left")
     return figure, panels
 
@@ -303,7 +302,7 @@ def _heat_map(figure: Figure, panel: Axes, grid: NDArray[np.float64]) -> None:
         return
     for (row, column), value in np.ndenumerate(grid):
         if not np.isnan(value):
-            ink = "white" if value > 0.55 else _INK
+            ink = "white" if value > 0.68 else _INK  # where white has the higher contrast
             panel.text(column, row, f"{value:.2f}", ha="center", va="center", size=9, color=ink)
 
 
@@ -413,32 +412,39 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _pooled(cells: Iterable[CellResult]) -> dict[tuple[int, int], tuple[int, int]]:
-    """(correct, asked) by octave (low, high), over cells."""
+def _pooled(cells: Iterable[CellResult]) -> list[DistanceBin]:
+    """The cells' questions by octave, nearest first."""
     counts: dict[tuple[int, int], tuple[int, int]] = {}
     for cell in cells:
         for part in cell.by_distance:
-            correct, asked = counts.get((part.low, part.high), (0, 0))
-            counts[part.low, part.high] = correct + part.correct, asked + part.asked
-    return dict(sorted(counts.items()))
+            asked, correct = counts.get((part.low, part.high), (0, 0))
+            counts[part.low, part.high] = asked + part.asked, correct + part.correct
+    return [
+        DistanceBin(low=low, high=high, asked=asked, correct=correct)
+        for (low, high), (asked, correct) in sorted(counts.items())
+    ]
 
 
-def _distance_line(panel: Axes, bins: dict[tuple[int, int], tuple[int, int]], ink: Any, name: str) -> None:
+def _distance_line(panel: Axes, bins: Sequence[DistanceBin], ink: Any, name: str) -> None:
     """Each octave at its geometric middle; one with few questions is hollow. The line joins neighbours only."""
-    middles = [(low * high) ** 0.5 for low, high in bins]
-    shares = [correct / asked for correct, asked in bins.values()]
-    asked = [asked for _, asked in bins.values()]
-    _intervals(panel, middles, [wilson(share, n) for share, n in zip(shares, asked, strict=True)], ink)
-    few = [place for place, n in enumerate(asked) if n < _FEW]
-    firm = [place for place, n in enumerate(asked) if n >= _FEW]
-    octaves = list(bins)
-    gaps = [place for place in range(1, len(firm)) if octaves[firm[place - 1]][1] != octaves[firm[place]][0]]
-    x, y = (np.insert([values[place] for place in firm], gaps, np.nan) for values in (middles, shares))
-    look = {"color": ink, "marker": "o", "clip_on": False, "zorder": 3}
-    panel.plot(x, y, label=name, **look)
+    look = {"color": ink, "marker": "o", "zorder": 3}
+    intervals = [wilson(part.correct / part.asked, part.asked) for part in bins]
+    _intervals(panel, [_point(part)[0] for part in bins], intervals, ink)
+    firm = [part for part in bins if part.asked >= _FEW]
+    line: list[tuple[float, float]] = []
+    for place, part in enumerate(firm):
+        if place > 0 and firm[place - 1].high != part.low:
+            line.append((nan, nan))
+        line.append(_point(part))
+    panel.plot([x for x, _ in line], [y for _, y in line], label=name, **look)
+    few = [_point(part) for part in bins if part.asked < _FEW]
     if few:
-        x, y = [middles[place] for place in few], [shares[place] for place in few]
-        panel.plot(x, y, markerfacecolor="white", linestyle="none", gid=_HOLLOW, **look)
+        look |= {"markerfacecolor": "white", "linestyle": "none", "gid": _HOLLOW}
+        panel.plot([x for x, _ in few], [y for _, y in few], **look)
+
+
+def _point(part: DistanceBin) -> tuple[float, float]:
+    return sqrt(part.low * part.high), part.correct / part.asked
 
 
 def _shades(count: int) -> list[Any]:
@@ -530,13 +536,5 @@ def _save(figure: Figure, folder: Path, name: str) -> list[Path]:
         data = io.BytesIO()
         with _style():
             figure.savefig(data, format=path.suffix[1:], metadata=unsigned[path.suffix])
-        new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        with writing(path):
-            folder.mkdir(parents=True, exist_ok=True)
-            try:
-                new.write_bytes(data.getvalue())
-                new.replace(path)
-            finally:
-                with suppress(OSError):
-                    new.unlink(missing_ok=True)
+        atomic_write_bytes(path, data.getvalue())
     return paths
