@@ -29,7 +29,7 @@ app = typer.Typer(
 board = typer.Typer(no_args_is_help=True, help="Keep records in a file that others can check: add, validate, show.")
 app.add_typer(board, name="leaderboard")
 
-MODEL, ASKED = "Model and training", "Evaluation"
+MODEL, ASKED, RUNNING = "Model and training", "Evaluation", "Running"
 
 Model = Annotated[
     str | None,
@@ -70,14 +70,24 @@ Lengths = Annotated[
 Samples = Annotated[int | None, typer.Option(help="Samples a cell.", rich_help_panel=ASKED, show_default="100")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Any setting, e.g. training.steps=500; may be repeated.", metavar="KEY=VALUE"),
+    typer.Option(
+        "--set",
+        help="Any setting, e.g. training.steps=500; may be repeated. `bench list --settings` names them.",
+        metavar="KEY=VALUE",
+        rich_help_panel=RUNNING,
+    ),
 ]
-Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.", show_default="auto")]
-Backend = Annotated[str | None, typer.Option(help="Kernels of the recurrence: auto or torch.", show_default="auto")]
-Out = Annotated[Path | None, typer.Option(help="Folder of run folders.", show_default="runs")]
-Force = Annotated[bool, typer.Option("--force", help="Start anew where the run exists already.")]
-Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout, all else on stderr.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.", rich_help_panel=RUNNING, show_default="auto")]
+Backend = Annotated[
+    str | None,
+    typer.Option(help="Kernels of the recurrence: auto or torch.", rich_help_panel=RUNNING, show_default="auto"),
+]
+Out = Annotated[Path | None, typer.Option(help="Folder of run folders.", rich_help_panel=RUNNING, show_default="runs")]
+Force = Annotated[bool, typer.Option("--force", help="Start anew where the run exists.", rich_help_panel=RUNNING)]
+Json = Annotated[
+    bool, typer.Option("--json", help="Machine output on stdout, all else on stderr.", rich_help_panel=RUNNING)
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on stderr.", rich_help_panel=RUNNING)]
 Board = Annotated[Path, typer.Option("--file", help="The leaderboard.")]
 _BOARD = Path("results/leaderboard.json")
 
@@ -196,28 +206,34 @@ def selftest(
 ) -> None:
     """Do padding, packing, caches and odd lengths change a model's output on this machine? They must not."""
     from decaybench.core.files import readable_json
-    from decaybench.harness.selftest import plain, table, test_models
+    from decaybench.harness.environment import resolve_device
+    from decaybench.harness.selftest import check_models, plain, tables
 
-    results = test_models(model, post=post, device=device)
+    results = check_models(model, post=post, device=resolve_device(device))
     if json:
         _write(readable_json(plain(results)))
     else:
-        _print(table(results))
+        for table in tables(results):
+            _print(table)
     failed = [check for checks in results.values() for check in checks if not check.passed]
     if failed:
         raise RunError(f"{len(failed)} checks failed, the first: {failed[0].name} ({failed[0].difference:.3g})")
 
 
 @app.command(name="list")
-def list_(json: Json = False) -> None:
+def list_(
+    settings: Annotated[bool, typer.Option("--settings", help="Every key that --set and YAML files take.")] = False,
+    json: Json = False,
+) -> None:
     """Models, add-ons, tasks, presets and backends that are here."""
     from decaybench.core.files import readable_json
-    from decaybench.harness.catalogue import catalogue, tables
+    from decaybench.harness.catalogue import all_settings, catalogue, tables
 
+    entries = all_settings() if settings else catalogue()
     if json:
-        _write(readable_json(catalogue()))
+        _write(readable_json(entries))
     else:
-        for table in tables():
+        for table in tables(entries):
             _print(table)
 
 
@@ -262,6 +278,7 @@ def main() -> None:
     """The entry point. Exit codes: 0 done, 1 failed, 2 wrong usage or input."""
     try:
         app(standalone_mode=False)
+        sys.stdout.flush()
     except UserError as error:
         _fail(str(error), 2)
     except typer.TyperException as error:
@@ -272,9 +289,10 @@ def main() -> None:
         sys.exit(exit_.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         _fail("stopped; the same command goes on from where it was", 1)
-    except BrokenPipeError:
-        # Whoever read our output (head, say) has gone: nothing more to tell, and no second error at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # no second error at exit
+        if not isinstance(error, BrokenPipeError):  # whoever read our output (head, say) has gone: nothing to tell
+            _fail(f"can't write the output: {error}", 1)
 
 
 def _run_task(
@@ -368,7 +386,8 @@ def _write(text: str) -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    sys.stderr.write(f"bench: {' '.join(message.split())}\n")
+    if message:  # none: help was asked for by giving no command, and it stands there
+        sys.stderr.write(f"bench: {' '.join(message.split())}\n")
     sys.exit(code)
 
 
