@@ -29,6 +29,19 @@ app = typer.Typer(
 board = typer.Typer(no_args_is_help=True, help="Keep records in a file that others can check: add, validate, show.")
 app.add_typer(board, name="leaderboard")
 
+
+def _whole(**settings: Any) -> Any:
+    """A flag that takes a whole number, and names what it was given instead."""
+
+    def parse(text: str) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+    return typer.Option(parser=parse, metavar="<int>", **settings)
+
+
 MODEL, ASKED, RUNNING = "Model and training", "Evaluation", "Running"
 
 Model = Annotated[
@@ -49,10 +62,11 @@ File = Annotated[
     Path | None, typer.Option("--config", help="YAML file of settings; flags win over it.", rich_help_panel=MODEL)
 ]
 TrainLength = Annotated[
-    int | None, typer.Option(help="Longest training length, tokens.", rich_help_panel=MODEL, show_default="by preset")
+    int | None,
+    _whole(help="Longest training length, tokens.", rich_help_panel=MODEL, show_default="by preset"),
 ]
 Seed = Annotated[
-    int | None, typer.Option(help="Seed of initial values and training data.", rich_help_panel=MODEL, show_default="0")
+    int | None, _whole(help="Seed of initial values and training data.", rich_help_panel=MODEL, show_default="0")
 ]
 Seeds = Annotated[str | None, typer.Option(help="One run for each of several seeds: 0,1,2.", rich_help_panel=MODEL)]
 Given = Annotated[
@@ -67,7 +81,7 @@ Lengths = Annotated[
         show_default="1x,2x,4x,8x",
     ),
 ]
-Samples = Annotated[int | None, typer.Option(help="Samples a cell.", rich_help_panel=ASKED, show_default="100")]
+Samples = Annotated[int | None, _whole(help="Samples a cell.", rich_help_panel=ASKED, show_default="100")]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
@@ -90,6 +104,7 @@ Json = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on stderr.", rich_help_panel=RUNNING)]
 Board = Annotated[Path, typer.Option("--file", help="The leaderboard.")]
 _BOARD = Path("results/leaderboard.json")
+_INTERRUPTED = 130  # what Typer makes of Ctrl-C
 
 
 def _version(wanted: bool) -> None:
@@ -277,7 +292,8 @@ def board_show(
 def main() -> None:
     """The entry point. Exit codes: 0 done, 1 failed, 2 wrong usage or input."""
     try:
-        app(standalone_mode=False)
+        if app(standalone_mode=False) == _INTERRUPTED:
+            raise KeyboardInterrupt
         sys.stdout.flush()
     except UserError as error:
         _fail(str(error), 2)

@@ -8,15 +8,18 @@ from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
 from decaybench.core.errors import UserError
 from decaybench.core.names import nearest
 
 
 class Config(BaseModel):
-    """A frozen configuration object. Unknown keys are errors at every level."""
+    """A frozen configuration object. Unknown keys are errors at every level, and numbers are finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
     def plain(self) -> dict[str, Any]:
         """The configuration as JSON-able data, every default filled in."""
@@ -36,9 +39,11 @@ def parse(kind: type[C], data: Mapping[str, Any], where: str = "") -> C:
 
 def explain(error: ValidationError, kind: type[BaseModel], where: str = "") -> str:
     """One line for a pydantic error: the key's full path, the value, and the nearest valid key."""
-    problems = error.errors()
+    problems = _distinct(error.errors())
     # A misspelt required key is both missing and unknown; the unknown one is what to say.
     first = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
+    if first["type"] == "extra_forbidden":
+        problems = [problem for problem in problems if problem["type"] != "missing"]
     path = [str(part) for part in first["loc"]]
     key = ".".join(([where] if where else []) + path) or kind.__name__
     rest = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -66,7 +71,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not text, or a date like 2020-99-99
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold a mapping of keys to values, not {type(content).__name__}")
@@ -82,7 +87,7 @@ def apply_settings(data: dict[str, Any], settings: Iterable[str]) -> dict[str, A
             raise UserError(f"--set takes key=value, for example training.steps=500, not {setting!r}")
         try:
             value = _number(yaml.safe_load(text))
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):
             raise UserError(f"--set {key}: {text!r} is not a YAML value") from None
         merge(data, nested(path, value))
     return data
@@ -115,6 +120,16 @@ def _number(value: Any) -> Any:
         except ValueError:
             return value
     return value
+
+
+def _distinct(problems: list[ErrorDetails]) -> list[ErrorDetails]:
+    # A list with a wrong item is also said to be too short: what is wrong deeper down is the cause.
+    places = [problem["loc"] for problem in problems]
+    return [
+        problem
+        for problem, place in zip(problems, places, strict=True)
+        if not any(len(other) > len(place) and other[: len(place)] == place for other in places)
+    ]
 
 
 def _known_keys(kind: type[BaseModel], path: list[str]) -> list[str]:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, model_validator
 
 from decaybench.core.config import Config, merge, parse
 from decaybench.core.errors import UserError
 from decaybench.core.hashing import digest
+from decaybench.harness.plans import make_plan
 from decaybench.models.config import ModelConfig
+from decaybench.models.language_model import build_model
+from decaybench.results.run_folder import RunFolder
 from decaybench.tasks.base import EvaluationConfig, TaskConfig
 from decaybench.tasks.registry import get_task, make_task
 
 # Goes up when training or evaluation changes in a way that changes results: old run folders then don't match.
 HARNESS_VERSION = 1
+
+Factor = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainingConfig(Config):
@@ -44,7 +49,7 @@ class TrainingConfig(Config):
     warmup: int = Field(default=30, ge=0, description="steps of linear warm-up")
     hold: float = Field(default=0.6, ge=0, le=1, description="share of steps before the cosine, schedule hold only")
     weight_decay: float = Field(default=0.1, ge=0, description="AdamW's, on weights of two or more dimensions")
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's averaging factors")
+    betas: tuple[Factor, Factor] = Field(default=(0.9, 0.95), description="AdamW's averaging factors")
     eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon")
     clip: float = Field(default=1.0, gt=0, description="largest gradient norm")
     dtype: Literal["float32", "bfloat16"] = Field(
@@ -83,7 +88,8 @@ class RunConfig(Config):
             model.setdefault("vocab_size", make_task(task).vocab_size)
             if isinstance(model.get("post"), dict) and model["post"].get("horizon") is None:
                 model["post"]["horizon"] = task.train_length
-        evaluation = parse(entry.evaluation, data.get("evaluation") or {}, "evaluation")
+        asked = data.get("evaluation")
+        evaluation = parse(entry.evaluation, {} if asked is None else asked, "evaluation")
         return data | {"task": task, "evaluation": evaluation, "model": parse(ModelConfig, model, "model")}
 
     @model_validator(mode="after")
@@ -98,15 +104,14 @@ class RunConfig(Config):
     @property
     def training_hash(self) -> str:
         """Hash of all that the trained weights are a function of."""
-        parts = {"model": self.model, "task": self.task, "training": self.training}
-        content = {key: part.plain() for key, part in parts.items()}
-        task = make_task(self.task)
-        return digest([HARNESS_VERSION, task.version, content, self.seed])
+        version = make_task(self.task).version
+        return training_hash(self.model.plain(), self.task.plain(), version, self.training.plain(), self.seed)
 
     @property
     def evaluation_hash(self) -> str:
-        """Hash of what is asked, and in which batches."""
-        return digest([HARNESS_VERSION, self.evaluation.plain(), self.eval_lengths(), self.batch_tokens])
+        """Hash of all that the answers of a model are a function of: what is asked, in which batches and dtype."""
+        asked = [self.task.plain(), make_task(self.task).version, self.evaluation.plain(), self.eval_lengths()]
+        return digest([HARNESS_VERSION, asked, self.batch_tokens, self.training.dtype])
 
     def eval_lengths(self) -> list[int]:
         """The evaluation lengths in tokens, in the order given. Raises UserError."""
@@ -119,7 +124,7 @@ class RunConfig(Config):
 
 def parse_length(text: str, train_length: int) -> int:
     """A length in tokens from `2x` (times the training length), `0.5x`, or `512`. Raises UserError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)x|(\d+)", text.strip())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)x|(\d+)", text.strip(), re.ASCII)
     length = 0.0
     if match:
         length = float(match[1]) * train_length if match[1] else float(match[2])
@@ -133,6 +138,13 @@ def parse_length(text: str, train_length: int) -> int:
     return int(length)
 
 
+def training_hash(
+    model: Mapping[str, Any], task: Mapping[str, Any], version: int, training: Mapping[str, Any], seed: int
+) -> str:
+    """Hash of all that trained weights are a function of, from the plain configurations and the task's version."""
+    return digest([HARNESS_VERSION, version, {"model": model, "task": task, "training": training}, seed])
+
+
 def make_config(*layers: Mapping[str, Any]) -> RunConfig:
     """The configuration from layers of plain data, later ones winning. Raises UserError with one line."""
     data: dict[str, Any] = {}
@@ -143,10 +155,31 @@ def make_config(*layers: Mapping[str, Any]) -> RunConfig:
     if len(set(lengths)) < len(lengths):
         raise UserError(f"--eval-lengths: {','.join(config.evaluation.lengths)} names a length twice")
     task = make_task(config.task)
-    task.cells(config.evaluation, lengths)
+    cells = [cell.name for cell in task.cells(config.evaluation, lengths)]
+    if len(set(cells)) < len(cells):
+        raise UserError(f"evaluation: the cell {max(cells, key=cells.count)} is asked for twice")
     if config.checkpoint is None:
-        task.stages()
+        make_plan(task.stages(), config.training, config.seed)
+        _build_without_values(config.model)
     return config
+
+
+def read_run_config(run: RunFolder) -> RunConfig:
+    """The configuration that a run's folder holds. Raises UserError where it is missing, damaged or incomplete."""
+    data = run.read_config()
+    try:
+        return make_config(data)
+    except UserError as error:
+        raise UserError(f"{run.config_path} is damaged: {error}; --force starts this run anew") from None
+
+
+def _build_without_values(model: ModelConfig) -> None:
+    """Sizes that don't fit one another show only where the parts of a model are made. Raises UserError."""
+    try:
+        build_model(model, device="meta")
+    except (RuntimeError, OverflowError, TypeError) as error:
+        what = f"model: PyTorch can't make tensors of its sizes (d_model={model.d_model}): {error}"
+        raise UserError(" ".join(what.split())[:200]) from None
 
 
 def _as_data(value: Any) -> Any:

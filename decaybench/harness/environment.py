@@ -13,6 +13,7 @@ import torch
 
 import decaybench
 from decaybench.core.errors import UserError
+from decaybench.core.names import unknown
 from decaybench.results.record import Environment
 
 _PACKAGES = ("torch", "numpy", "safetensors", "triton", "flash-linear-attention", "mamba-ssm")
@@ -20,6 +21,8 @@ _PACKAGES = ("torch", "numpy", "safetensors", "triton", "flash-linear-attention"
 
 def resolve_device(wanted: str) -> str:
     """`cpu` or `cuda` from auto|cpu|cuda. Raises UserError where there is no such device."""
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise unknown("device", wanted, ("auto", "cpu", "cuda"))
     found = torch.cuda.is_available()
     if wanted == "cuda" and not found:
         raise UserError("--device cuda: this PyTorch finds no GPU; use --device cpu")

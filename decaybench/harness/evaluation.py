@@ -18,6 +18,7 @@ from torch import Tensor
 
 from decaybench.core.scoring import score
 from decaybench.harness.config import RunConfig
+from decaybench.harness.interrupt import Stop
 from decaybench.harness.progress import Progress
 from decaybench.harness.training import matmul_dtype
 from decaybench.models.language_model import LanguageModel
@@ -59,7 +60,7 @@ def evaluate(
     cells = task.cells(config.evaluation, config.eval_lengths())
     samples, train_length = config.evaluation.samples, config.task.train_length
     results, hashes, tokens, began = [], [], 0, time.monotonic()
-    with progress.bar("evaluation", samples * len(cells), 0) as show:
+    with Stop() as stop, progress.bar("evaluation", samples * len(cells), 0) as show:
         for place, cell in enumerate(cells):
             log, digest = folder.samples(cell.name), hashlib.sha256()
             size = max(1, config.batch_tokens // cell.shape.length)
@@ -78,6 +79,7 @@ def evaluate(
                     log.append(done)
                     lines += done
                     tokens += batch.tokens.size
+                    stop.raise_if_wanted(f"evaluation stopped in cell {cell.name}")
                 show(place * samples + int(indices[-1]) + 1, cell.name)
             results.append(cell_result(task, cell, lines, train_length))
             hashes.append((cell.name, digest.hexdigest()))
@@ -117,6 +119,21 @@ def questions(task: Task, cell: Cell, seed: int, batch: Batch, indices: NDArray[
         )
         for row, asked in enumerate(batch.asked)
     ]
+
+
+def sample_line(task: Task, index: int, question: Question, answer: tuple[int, ...]) -> SampleLine:  # type: ignore[type-arg]
+    """The line that a cell's file of samples has for an answer."""
+    correct = sum(a == b for a, b in zip(question.target, answer, strict=True))
+    return SampleLine(
+        id=question.id,
+        index=index,
+        target=question.target,
+        answer=answer,
+        score=float(score(task.metric, np.array([correct]), np.array([len(answer)]))[0]),
+        distance=question.distance,
+        length=question.length,
+        depth=question.depth,
+    )
 
 
 def cell_result(task: Task, cell: Cell, lines: Sequence[SampleLine], train_length: int | None) -> CellResult:  # type: ignore[type-arg]
@@ -165,19 +182,7 @@ def _lines(
     for index, question in zip(indices, questions(task, cell, seed, batch, indices), strict=True):
         answer = tuple(answers[start : start + len(question.target)].tolist())
         start += len(question.target)
-        correct = sum(a == b for a, b in zip(question.target, answer, strict=True))
-        lines.append(
-            SampleLine(
-                id=question.id,
-                index=int(index),
-                target=question.target,
-                answer=answer,
-                score=float(score(task.metric, np.array([correct]), np.array([len(answer)]))[0]),
-                distance=question.distance,
-                length=question.length,
-                depth=question.depth,
-            )
-        )
+        lines.append(sample_line(task, int(index), question, answer))
     return lines
 
 

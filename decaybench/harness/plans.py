@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from decaybench.core.draws import Draws
 from decaybench.core.errors import UserError
 from decaybench.core.hashing import key64
-from decaybench.harness.config import TrainingConfig
 from decaybench.tasks.base import Stage
+
+if TYPE_CHECKING:
+    from decaybench.harness.config import TrainingConfig
 
 _MEMORY = 0.9  # of the running accuracy: it is worth about the last ten batches
 

@@ -14,11 +14,12 @@ from typing import Any
 from decaybench.core.config import apply_settings, nested, read_yaml
 from decaybench.core.errors import UserError
 from decaybench.core.names import unknown
-from decaybench.harness.config import RunConfig, make_config
+from decaybench.harness.config import RunConfig, make_config, read_run_config
 from decaybench.models import config as models
 from decaybench.models.checkpoints import Checkpoint, find_checkpoint
 from decaybench.models.registry import get_architecture
 from decaybench.results.run_folder import RunFolder
+from decaybench.tasks.registry import get_task
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,9 @@ PRESETS: dict[str, dict[str, Preset]] = {
         "post-16k": _post("16K", 256, 4),
     },
     "niah": {
-        "smoke": Preset("two CPU cores, minutes: T = 128, tested at 1x to 8x", _SMOKE_MODELS, {}),
+        "smoke": Preset(
+            "two CPU cores, minutes: T = 128, tested at 1x to 8x", _SMOKE_MODELS, {"training": {"steps": 800}}
+        ),
     },
 }
 
@@ -188,45 +191,68 @@ def configure(
     Raises UserError with one line on the first thing that is wrong.
     """
     given = {key: value for key, value in (flags or {}).items() if value is not None}
+    settings = list(settings)
     if seeds is not None and "seed" in given:
         raise UserError("--seed and --seeds exclude each other")
     if seeds is not None and len(set(seeds)) < len(seeds):
         raise UserError("--seeds: a seed stands there twice")
-    over = apply_settings({}, settings)
-    several: Sequence[int | None] = [None] if seeds is None else seeds
-    base: list[Mapping[str, Any]] = [{"task": {"name": task}}]
-    if "checkpoint" in given:
-        base.append(_checkpoint_layer(task, given, preset))
+    layers: list[Mapping[str, Any]] = [] if file is None else [read_yaml(file)]
+    layers += [nested(key.split("."), value) for key, value in given.items()]
+    layers.append(apply_settings({}, settings))
+    named = _said(layers, "task", "name")
+    if named not in (None, task):
+        get_task(str(named))
+        raise UserError(f"task.name={named!r} is another task than this command's: use `bench {named}`")
+    checkpoint = _said(layers, "checkpoint")
+    if checkpoint is not None:
+        keys = [*given, *(setting.partition("=")[0].strip() for setting in settings)]
+        _check_nothing_trained(keys, preset, seeds)
+        base = _checkpoint_layer(task, Path(str(checkpoint)))
     elif file is None or preset is not None:
-        base.append(preset_layer(task, preset or "smoke", str(given.get("model.name", "mamba2"))))
-    if file is not None:
-        base.append(_read_file(file, task))
-    base += [nested(key.split("."), value) for key, value in given.items()]
-    return [make_config(*base, over, *([] if seed is None else [{"seed": seed}])) for seed in several]
+        base = preset_layer(task, preset or "smoke", str(_said(layers, "model", "name") or "mamba2"))
+    else:
+        base = {}
+    several: Sequence[int | None] = [None] if seeds is None else seeds
+    return [
+        make_config({"task": {"name": task}}, base, *layers, *([] if seed is None else [{"seed": seed}]))
+        for seed in several
+    ]
 
 
-def _read_file(file: Path, task: str) -> dict[str, Any]:
-    data = read_yaml(file)
-    named = (data.get("task") or {}).get("name", task) if isinstance(data.get("task"), dict | None) else task
-    if named != task:
-        raise UserError(f"{file} is a configuration of task {named!r}: use `bench {named}`")
-    return data
+def _said(layers: Sequence[Mapping[str, Any]], *path: str) -> Any:
+    """What the last layer that says something about a key says; None: none does."""
+    for layer in reversed(layers):
+        value: Any = layer
+        for part in path:
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None:
+            return value
+    return None
 
 
-def _checkpoint_layer(task: str, given: Mapping[str, Any], preset: str | None) -> dict[str, Any]:
-    """The task's rules of the run that a checkpoint belongs to, so that the same samples are asked."""
-    for key, flag in (("model.name", "--model"), ("model.post", "--post")):
-        if key in given:
-            raise UserError(f"--checkpoint brings its own model: leave out {flag}")
-    if preset is not None:
-        raise UserError("--checkpoint brings its own settings: leave out --preset")
-    config = run_config_of(find_checkpoint(Path(given["checkpoint"])))
-    if config is None or config.get("task", {}).get("name") != task:
+def _check_nothing_trained(keys: Iterable[str], preset: str | None, seeds: Sequence[int] | None) -> None:
+    """With a checkpoint nothing is trained, and what would be ignored is refused."""
+    flags = {"model.name": "--model", "model.post": "--post", "seed": "--seed"}
+    unused = [
+        flags.get(key, key)
+        for key in keys
+        if key.partition(".")[0] in ("model", "training", "seed") and key != "training.dtype"
+    ]
+    unused += ["--preset"] * (preset is not None) + ["--seeds"] * (seeds is not None)
+    if unused:
+        raise UserError(f"--checkpoint brings its own model, training and seed: leave out {unused[0]}")
+
+
+def _checkpoint_layer(task: str, path: Path) -> dict[str, Any]:
+    """The task's rules and the dtype of the run that a checkpoint belongs to, so that it answers the same."""
+    config = run_config_of(find_checkpoint(path))
+    if config is None or config.task.name != task:
         return {}
-    return {"task": config["task"]}
+    return {"task": config.task, "training": {"dtype": config.training.dtype}}
 
 
-def run_config_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """The configuration of the run that a checkpoint lies in, as plain data; None where it lies elsewhere."""
+def run_config_of(checkpoint: Checkpoint) -> RunConfig | None:
+    """The configuration of the run that a checkpoint lies in; None where it lies elsewhere."""
     run = RunFolder(checkpoint.folder.parent.parent)
-    return run.read_config() if (run.path / "config.yaml").exists() else None
+    inside = checkpoint.folder.parent == run.checkpoint and run.config_path.exists()
+    return read_run_config(run) if inside else None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from decaybench.core.errors import UserError
-from decaybench.harness.config import RunConfig, make_config
+from decaybench.core.errors import RunError, UserError
+from decaybench.harness.config import RunConfig, make_config, read_run_config
 from decaybench.harness.environment import environment, peak_memory, resolve_device
 from decaybench.harness.evaluation import Evaluated, evaluate
 from decaybench.harness.plots import draw_evaluation, draw_timescales
@@ -57,6 +58,20 @@ def run(config: RunConfig | Mapping[str, Any], *, force: bool = False, quiet: bo
     ).record
 
 
+@contextmanager
+def _memory() -> Iterator[None]:
+    """Turns running out of memory into a RunError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # PyTorch has a class of its own for a GPU's memory only.
+        out = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if not out:
+            raise
+        raise RunError("out of memory; try a smaller batch_tokens, shorter lengths or a smaller model") from error
+
+
+@_memory()
 def carry_out(config: RunConfig, *, force: bool = False, progress: Progress) -> Outcome:
     """`run`, and where its results lie."""
     device = resolve_device(config.device)
@@ -70,7 +85,7 @@ def carry_out(config: RunConfig, *, force: bool = False, progress: Progress) -> 
     with folder.lock():
         if evaluation.is_complete():
             progress.say(f"already done: {evaluation.record_path}")
-            return Outcome(read_record(evaluation.record_path), folder, evaluation)
+            return Outcome(_kept_record(evaluation), folder, evaluation)
         _keep_config(config, folder)
         progress.say(f"{config.task.name} {config.model.cell} on {device}; backend {backend} ({why}); {folder.path}")
         if checkpoint:
@@ -79,8 +94,7 @@ def carry_out(config: RunConfig, *, force: bool = False, progress: Progress) -> 
             model, training, seconds = train(config, folder, device=device, backend=backend, progress=progress)
         model.eval()
         found = evaluate(model, config, evaluation, device=device, progress=progress)
-        seed = int(checkpoint.facts["seed"]) if checkpoint else config.seed
-        spectrum = model_spectrum(model, seed, None if checkpoint else config.task.train_length)
+        spectrum = model_spectrum(model, config.seed, None if checkpoint else config.task.train_length)
         record = _record(config, model, training, checkpoint, found, spectrum, device, seconds)
         _draw(record, spectrum, evaluation.figures)
         evaluation.write_record(record)
@@ -98,15 +112,28 @@ def _with_model_of(checkpoint: Checkpoint, config: RunConfig) -> RunConfig:
         raise UserError(
             f"checkpoint {checkpoint.folder} has a vocabulary of {has} tokens; task {config.task.name} needs {wanted}"
         )
-    return config.model_copy(update={"model": checkpoint.config})
+    return config.model_copy(update={"model": checkpoint.config, "seed": checkpoint.facts["seed"]})
 
 
 def _keep_config(config: RunConfig, folder: RunFolder) -> None:
     """Write the run's configuration, or check that the folder's is the same run's."""
-    if (folder.path / "config.yaml").exists():
-        folder.read_config()
-    else:
+    if not folder.config_path.exists():
         folder.write_config(config.plain())
+        return
+    kept = read_run_config(folder)
+    if config.checkpoint is None:
+        same = kept.training_hash == config.training_hash
+    else:
+        same = (kept.task.name, kept.model) == (config.task.name, config.model)
+    if not same:
+        raise UserError(f"{folder.config_path} is another run's or was changed; --force starts this run anew")
+
+
+def _kept_record(evaluation: EvaluationFolder) -> Record:
+    try:
+        return read_record(evaluation.record_path)
+    except UserError as error:
+        raise UserError(f"{error}; delete it, and the same command makes it again from its samples") from None
 
 
 def _record(
@@ -129,7 +156,7 @@ def _record(
             metric=task.metric,
             data_hash=found.data_hash,
         ),
-        "model": model_info(model),
+        "model": model_info(model, config.task.train_length),
         "training": training,
         "checkpoint": CheckpointInfo(source=str(checkpoint.folder), sha256=checkpoint.sha256) if checkpoint else None,
         "seed": config.seed,
@@ -148,12 +175,12 @@ def _record(
     return seal({key: value for key, value in content.items() if value is not None or key == "comparable_to"})
 
 
-def model_info(model: LanguageModel) -> ModelInfo:
-    """What a record says of a model; its state is counted from a real cache."""
+def model_info(model: LanguageModel, length: int) -> ModelInfo:
+    """What a record says of a model; its state is counted from a real cache after `length` tokens."""
     config = model.config
     decays = takes_weight_decay(model)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    tokens = torch.zeros(1, 1, dtype=torch.long, device=model.embedding.weight.device)
+    tokens = torch.zeros(1, length, dtype=torch.long, device=model.embedding.weight.device)
     with torch.no_grad():
         state = model.prefill(tokens).state
     assert state is not None

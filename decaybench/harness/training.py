@@ -7,7 +7,6 @@ step. So a run that was killed, however often, ends with the weights of one that
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,13 @@ from decaybench.harness.config import RunConfig, TrainingConfig
 from decaybench.harness.interrupt import Stop
 from decaybench.harness.plans import Plan, make_plan
 from decaybench.harness.progress import Progress
-from decaybench.models.checkpoints import Checkpoint, checkpoints_in, read_checkpoint, write_checkpoint
+from decaybench.models.checkpoints import (
+    Checkpoint,
+    checkpoints_in,
+    read_checkpoint,
+    remove_checkpoint,
+    write_checkpoint,
+)
 from decaybench.models.language_model import LanguageModel, build_model
 from decaybench.models.module import takes_weight_decay
 from decaybench.results.record import StageInfo, TrainingInfo
@@ -207,8 +212,11 @@ def _save(work: _Work, config: RunConfig, folder: RunFolder) -> Checkpoint:
     }
     path = folder.checkpoint / f"step-{work.step:08d}"
     written = write_checkpoint(path, work.model, config.seed, facts, {_OPTIMISER_FILE: averages})
-    for older in checkpoints_in(folder.checkpoint)[:-2]:  # the one before stays, in case the newest is damaged later
-        shutil.rmtree(older)
+    others = [other for other in checkpoints_in(folder.checkpoint) if other != path]
+    before = max((other for other in others if other.name < path.name), default=None)
+    for other in others:  # the one before stays, in case the newest is damaged later
+        if other != before:
+            remove_checkpoint(other)
     return written
 
 
@@ -228,7 +236,7 @@ def _resume(work: _Work, config: RunConfig, folder: RunFolder, progress: Progres
     work.averages = _Averages(facts["loss"], facts["accuracy"])
     work.plan.restore(facts["plan"])
     if work.step < work.plan.total_steps:
-        progress.note(f"going on from step {work.step} of {work.plan.total_steps}")
+        progress.say(f"going on from step {work.step} of {work.plan.total_steps}")
 
 
 def _newest_intact(root: Path, progress: Progress) -> Checkpoint | None:

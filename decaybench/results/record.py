@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
-    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     field_validator,
@@ -51,9 +50,7 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class Part(Config):
-    """A part of a record: finite numbers only, and an optional field that is None is left out."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
+    """A part of a record: an optional field that is None is left out."""
 
     @model_serializer(mode="wrap")
     def _leave_out_absent(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -88,7 +85,7 @@ class ModelInfo(Part):
     addons: tuple[str, ...] = Field(description="the add-ons in use")
     config: JsonObject = Field(description="the resolved model configuration, each add-on with every option")
     parameters: ParameterCounts = Field(description="parameter counts")
-    state_elements: tuple[Count, ...] = Field(description="numbers in each layer's state, counted from a real cache")
+    state_elements: tuple[Count, ...] = Field(description="numbers in each layer's state after train_length tokens, counted from a real cache")
     backend: str = Field(description="the kernels that ran: torch, fla, mamba_ssm")
 
 

@@ -15,11 +15,11 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import yaml
 from filelock import FileLock, Timeout
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from decaybench.core.config import Config, explain, read_yaml
 from decaybench.core.errors import RunError, UserError
@@ -34,16 +34,22 @@ _EVALUATIONS = "evaluations"
 class SampleLine(Config):
     """One evaluated sample: a line of `samples/<cell>.jsonl`. The lists have an entry a question."""
 
-    model_config = ConfigDict(allow_inf_nan=False)
-
     id: str = Field(description="the sample's id, a hash of all that it is a function of")
     index: int = Field(ge=0, description="the sample's index in its cell")
     target: tuple[int, ...] = Field(description="the right answers, token ids")
     answer: tuple[int, ...] = Field(description="the model's answers, token ids")
     score: float = Field(ge=0, le=1, description="the metric's score, 0..1")
-    distance: tuple[int, ...] = Field(description="tokens between writing and asking")
+    distance: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        description="tokens between writing and asking; empty: the task has no distances"
+    )
     length: int = Field(ge=0, description="true length, tokens")
     depth: float | None = Field(default=None, ge=0, le=1, description="realised depth, 0..1; absent: none")
+
+    @model_validator(mode="after")
+    def _an_answer_a_question(self) -> SampleLine:
+        if len(self.answer) != len(self.target) or len(self.distance) not in (0, len(self.target)):
+            raise ValueError(f"{len(self.target)} targets, {len(self.answer)} answers, {len(self.distance)} distances")
+        return self
 
 
 class Loaded(NamedTuple):
@@ -144,8 +150,9 @@ class RunFolder:
         """
         folder = cls(path)
         with writing(path):
-            if path.exists() and not path.is_dir():
-                raise UserError(f"{path} is a file, not a run folder; choose another --out")
+            for place in (path, *path.parents):
+                if place.exists() and not place.is_dir():
+                    raise UserError(f"{place} is a file, not a folder of runs; choose another --out")
             path.mkdir(parents=True, exist_ok=True)
             if not folder._is_run():
                 raise UserError(f"{path} is not empty and not a run folder (no {_CONFIG}); choose another --out")
@@ -169,15 +176,20 @@ class RunFolder:
         finally:
             lock.release()
 
+    @property
+    def config_path(self) -> Path:
+        """The configuration's file. It may not exist yet."""
+        return self.path / _CONFIG
+
     def write_config(self, data: Mapping[str, Any]) -> None:
         """Write config.yaml. Raises RunError."""
         text = yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True)
-        atomic_write_text(self.path / _CONFIG, text)
+        atomic_write_text(self.config_path, text)
 
     def read_config(self) -> dict[str, Any]:
         """The content of config.yaml. Raises UserError where it is missing or damaged; nothing is deleted."""
         try:
-            return read_yaml(self.path / _CONFIG)
+            return read_yaml(self.config_path)
         except UserError as error:
             raise UserError(f"{error}; --force starts this run anew") from None
 

@@ -1,0 +1,252 @@
+"""The command line itself: help at once, JSON that a program can read, exit codes, and quiet where quiet was asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import decaybench
+from decaybench.core.errors import RunError
+from decaybench.harness import run as harness_run
+from decaybench.models.registry import architectures
+from decaybench.tasks.registry import TASKS
+from tests.command import MQAR, NIAH, bench
+
+BENCH = Path(sys.executable).with_name("bench")
+COMMANDS = ("niah", "mqar", "spectrum", "selftest", "leaderboard", "list")
+
+
+def call(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([BENCH, *words], capture_output=True, text=True, timeout=120, cwd=cwd, env=environment)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(harness_run, "_draw", lambda record, spectrum, folder: None)
+    return tmp_path
+
+
+def test_help_answers_at_once_and_names_every_command() -> None:
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        done = call("--help")
+        times.append(time.perf_counter() - began)
+    assert done.returncode == 0 and done.stderr == ""
+    for command in COMMANDS:
+        assert f" {command} " in done.stdout
+    assert min(times) < 0.5
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from decaybench import cli; sys.argv = ['bench', '--help']\n"
+        "try: cli.main()\n"
+        "finally: assert not {'torch', 'numpy', 'pydantic', 'matplotlib'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_explains_itself(command: str) -> None:
+    code, out, err = bench(command, "--help")
+    assert (code, err) == (0, "")
+    assert f"bench {command}" in out
+
+
+@pytest.mark.parametrize("command", ["niah", "mqar"])
+def test_tasks_have_the_common_flags(command: str) -> None:
+    out = bench(command, "-h").out
+    for flag in (
+        *("--model", "--post", "--preset", "--config", "--train-length", "--seed", "--seeds", "--checkpoint"),
+        *("--eval-lengths", "--variants", "--samples", "--set", "--device", "--backend", "--out", "--force"),
+        *("--json", "--quiet"),
+    ):
+        assert f" {flag} " in out
+
+
+def test_version() -> None:
+    assert bench("--version") == (0, f"decaybench {decaybench.__version__}\n", "")
+
+
+@pytest.mark.parametrize("words", [(), ("leaderboard",)])
+def test_no_command_shows_the_help(words: tuple[str, ...]) -> None:
+    code, out, err = bench(*words)
+    assert (code, err) == (2, "")
+    assert "Usage" in out
+
+
+def test_list_as_json() -> None:
+    code, out, err = bench("list", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert [entry["name"] for entry in found["models"]] == list(architectures())
+    assert [entry["name"] for entry in found["tasks"]] == list(TASKS)
+    presets = {(entry["task"], entry["name"]) for entry in found["presets"]}
+    assert {("niah", "smoke"), ("mqar", "smoke"), ("mqar", "post-16k"), ("mqar", "zoology-based")} <= presets
+    assert [entry["name"] for entry in found["add-ons"]] == ["post"]
+
+
+def test_list_as_tables() -> None:
+    code, out, err = bench("list")
+    assert (code, err) == (0, "")
+    for name in (*architectures(), *TASKS, "post-16k", "2405.21060"):
+        assert name in out
+
+
+def test_one_seed_is_one_document_and_several_are_a_list(here: Path) -> None:
+    code, out, err = bench(*NIAH, "--json")
+    assert code == 0
+    record = json.loads(out)
+    (path,) = here.glob("runs/*/evaluations/*/record.json")
+    assert record == json.loads(path.read_text())
+    assert "training 12/12" in err and "evaluation 48/48" in err
+
+    code, out, err = bench(*NIAH, "--json", "--seeds", "1,0")
+    assert code == 0
+    records = json.loads(out)
+    assert [record["seed"] for record in records] == [1, 0]
+    assert records[1] == record
+    assert "already done" in err
+    assert [json.loads(bench(*NIAH, "--json", "--seeds", "0").out)] == [[record]], "a list even of one"
+
+
+def test_quiet_leaves_stderr_empty(here: Path) -> None:
+    attention = ("mqar", "--model", "attention", "--train-length", "16", "--eval-lengths", "1x", "--samples", "2")
+    few = ("--set", "training.steps=2", "--set", "training.batch_tokens=16", "--set", "model.d_model=8")
+    for words in (NIAH, NIAH, (*NIAH, "--eval-lengths", "4x"), (*attention, *few)):
+        code, out, err = bench(*words, "--quiet")
+        assert (code, err) == (0, "")
+        assert "record   runs/" in out
+
+
+def test_the_table_says_what_was_asked_and_where_it_lies(here: Path) -> None:
+    code, out, _ = bench(*MQAR, "--seeds", "0,1")
+    assert code == 0
+    for words in ("mqar v1: mamba2, seed 0", "mqar v1: mamba2, seed 1", "capacity", "persist", "32", "1x", "64", "2x"):
+        assert words in out
+    paths = [line.split()[1] for line in out.splitlines() if line.startswith(("record ", "figures "))]
+    assert len(paths) == 4 and all(path.startswith("runs/mqar-mamba2-") for path in paths)
+    assert sum(Path(path).is_file() for path in paths) == 2
+    assert "medians over seeds" in out
+    assert out.count("mqar v1 ") == 2, "and a row for each variant, both seeds in it"
+
+
+def test_what_the_installed_command_prints(tmp_path: Path) -> None:
+    done = call(*NIAH, "--post", "--json", "--quiet", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    record = json.loads(done.stdout)
+    assert record["model"]["cell"] == "mamba2+post"
+    (run,) = (tmp_path / "runs").iterdir()
+    figures = {path.name for path in run.glob("evaluations/*/figures/*")}
+    assert figures == {
+        f"{name}.{kind}"
+        for name in ("accuracy-length", "accuracy-length-depth", "accuracy-distance", "timescales")
+        for kind in ("png", "svg")
+    }
+    done = call("spectrum", str(run), "--json", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    (spectrum,) = json.loads(done.stdout)
+    assert spectrum["model"] == "mamba2+post" and spectrum["train_length"] == 32
+    assert (run / "spectrum" / "timescales.svg").is_file()
+
+
+def test_a_failure_is_exit_code_1(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RunError("the work\ncan't be   finished")
+
+    monkeypatch.setattr(harness_run, "train", fails)
+    assert bench(*NIAH, "--quiet") == (1, "", "bench: the work can't be finished\n")
+
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(harness_run, "train", stopped)
+    assert bench(*NIAH, "--quiet") == (1, "", "bench: stopped; the same command goes on from where it was\n")
+
+
+def test_a_bug_is_not_hidden(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(harness_run, "train", fails)
+    with pytest.raises(ZeroDivisionError):
+        bench(*NIAH)
+
+
+@pytest.mark.parametrize("words", ["list", "list --json", "niah --help"])
+def test_a_closed_pipe_is_no_error(words: str) -> None:
+    for reader in ("head -1", "true"):
+        done = subprocess.run(
+            f"{BENCH} {words} | {reader}",
+            shell=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            executable="/bin/bash",
+        )
+        assert done.returncode == 0
+        assert done.stderr == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("words", [("list",), ("list", "--json"), ("--version",)])
+def test_output_that_cannot_be_written_is_one_line(words: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([BENCH, *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("bench: can't write the output: ") and done.stderr.count("\n") == 1
+
+
+def test_selftest_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = bench("selftest", "--model", "attention", "--json")
+    assert (code, err) == (0, "")
+    checks = json.loads(out)
+    assert checks and all(check["passed"] for check in checks)
+
+
+def test_leaderboard_from_the_command_line(here: Path) -> None:
+    assert bench(*NIAH, "--seeds", "0,1", "--quiet").code == 0
+    runs = sorted(str(path) for path in Path("runs").iterdir())
+    code, out, err = bench("leaderboard", "add", *runs, "--file", "board.json")
+    assert (code, err) == (0, "") and out.count("added: runs/niah-") == 2
+    code, out, err = bench("leaderboard", "add", *runs, "--file", "board.json")
+    assert (code, err) == (0, "") and out.count("already there: runs/niah-") == 2
+    assert bench("leaderboard", "validate", "board.json") == (0, "board.json: 2 entries, all valid\n", "")
+    code, out, err = bench("leaderboard", "show", "board.json")
+    assert (code, err) == (0, "") and "mamba2" in out
+    code, out, err = bench("leaderboard", "show", "board.json", "--json")
+    assert [record["seed"] for record in json.loads(out)] == [0, 1]
+    (record,) = Path(runs[0]).glob("evaluations/*/record.json")
+    assert bench("leaderboard", "validate", str(record)).out.endswith("1 entries, all valid\n")
+
+
+def test_force_starts_anew(here: Path) -> None:
+    first = json.loads(bench(*NIAH, "--json").out)
+    (run,) = (here / "runs").iterdir()
+    (run / "checkpoint" / "mine").touch()
+    shutil.rmtree(run / "evaluations")
+    again = bench(*NIAH, "--json", "--force")
+    assert again.code == 0 and "training 12/12" in again.err
+    assert not (run / "checkpoint" / "mine").exists()
+    assert json.loads(again.out)["cells"] == first["cells"]
