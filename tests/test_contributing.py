@@ -25,7 +25,8 @@ def example(monkeypatch):
     """Runs the code block that begins with a path's comment, as a module of that name."""
 
     def run(path: str) -> types.ModuleType:
-        blocks = [block for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if block.startswith(f"# {path}")]
+        found = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+        blocks = [block for block in found if block.startswith(f"# {path}")]
         assert len(blocks) == 1, f"CONTRIBUTING.md has {len(blocks)} blocks of {path}"
         module = types.ModuleType(Path(path).stem)
         monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -85,7 +85,9 @@ class ModelInfo(Part):
     addons: tuple[str, ...] = Field(description="the add-ons in use")
     config: JsonObject = Field(description="the resolved model configuration, each add-on with every option")
     parameters: ParameterCounts = Field(description="parameter counts")
-    state_elements: tuple[Count, ...] = Field(description="numbers in each layer's state after train_length tokens, counted from a real cache")
+    state_elements: tuple[Count, ...] = Field(
+        description="numbers in each layer's state after train_length tokens, counted"
+    )
     backend: str = Field(description="the kernels that ran: torch, fla, mamba_ssm")
 
 
