@@ -5,11 +5,12 @@ Heavy modules are imported inside the commands, so that `bench --help` answers a
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -30,81 +31,127 @@ board = typer.Typer(no_args_is_help=True, help="Keep records in a file that othe
 app.add_typer(board, name="leaderboard")
 
 
-def _whole(**settings: Any) -> Any:
-    """A flag that takes a whole number, and names what it was given instead."""
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
 
-    def parse(text: str) -> int:
-        try:
-            return int(text)
-        except ValueError:
-            raise typer.BadParameter(f"{text!r} is not a whole number") from None
 
-    return typer.Option(parser=parse, metavar="<int>", **settings)
-
+_WHOLE: dict[str, Any] = {"parser": _whole, "metavar": "<int>"}  # Typer's own message doesn't say what it was given
 
 MODEL, ASKED, RUNNING = "Model and training", "Evaluation", "Running"
 
-Model = Annotated[
-    str | None,
-    typer.Option(help="Architecture; `bench list` names them.", rich_help_panel=MODEL, show_default="mamba2"),
-]
-Post = Annotated[
-    bool,
-    typer.Option(
-        "--post", help="With PoST, ordered position-adaptive decays (--set model.post.…).", rich_help_panel=MODEL
-    ),
-]
-Preset = Annotated[
-    str | None,
-    typer.Option(help="Named settings; `bench list` names them.", rich_help_panel=MODEL, show_default="smoke"),
-]
-File = Annotated[
-    Path | None, typer.Option("--config", help="YAML file of settings; flags win over it.", rich_help_panel=MODEL)
-]
-TrainLength = Annotated[
-    int | None,
-    _whole(help="Longest training length, tokens.", rich_help_panel=MODEL, show_default="by preset"),
-]
-Seed = Annotated[
-    int | None, _whole(help="Seed of initial values and training data.", rich_help_panel=MODEL, show_default="0")
-]
-Seeds = Annotated[str | None, typer.Option(help="One run for each of several seeds: 0,1,2.", rich_help_panel=MODEL)]
-Given = Annotated[
-    Path | None, typer.Option("--checkpoint", help="Run or checkpoint to evaluate; no training.", rich_help_panel=MODEL)
-]
-Lengths = Annotated[
-    str | None,
-    typer.Option(
-        "--eval-lengths",
-        help="Lengths to ask at: multiples of the training length (2x) or tokens (512).",
-        rich_help_panel=ASKED,
-        show_default="1x,2x,4x,8x",
-    ),
-]
-Samples = Annotated[int | None, _whole(help="Samples a cell.", rich_help_panel=ASKED, show_default="100")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="Any setting, e.g. training.steps=500; may be repeated. `bench list --settings` names them.",
-        metavar="KEY=VALUE",
-        rich_help_panel=RUNNING,
-    ),
-]
-Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.", rich_help_panel=RUNNING, show_default="auto")]
-Backend = Annotated[
-    str | None,
-    typer.Option(help="Kernels of the recurrence: auto or torch.", rich_help_panel=RUNNING, show_default="auto"),
-]
-Out = Annotated[Path | None, typer.Option(help="Folder of run folders.", rich_help_panel=RUNNING, show_default="runs")]
-Force = Annotated[bool, typer.Option("--force", help="Start anew where the run exists.", rich_help_panel=RUNNING)]
-Json = Annotated[
-    bool, typer.Option("--json", help="Machine output on stdout, all else on stderr.", rich_help_panel=RUNNING)
-]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on stderr.", rich_help_panel=RUNNING)]
+
+def _option(*names: str, panel: str, shown: str = "", **settings: Any) -> Any:
+    """A flag in a panel of the help; shown: the default as the help words it."""
+    return typer.Option(*names, rich_help_panel=panel, show_default=shown or False, **settings)
+
+
+Json = Annotated[bool, _option("--json", panel=RUNNING, help="Machine output on stdout, all else on stderr.")]
 Board = Annotated[Path, typer.Option("--file", help="The leaderboard.")]
 _BOARD = Path("results/leaderboard.json")
 _INTERRUPTED = 130  # what Typer makes of Ctrl-C
+
+# What every task's command takes, in the order of the help.
+_FLAGS: dict[str, Any] = {
+    "model": Annotated[str | None, _option(panel=MODEL, shown="mamba2", help="Architecture; `bench list` names them.")],
+    "post": Annotated[
+        bool,
+        _option("--post", panel=MODEL, help="With PoST, ordered position-adaptive decays (--set model.post.…)."),
+    ],
+    "preset": Annotated[
+        str | None, _option(panel=MODEL, shown="smoke", help="Named settings; `bench list` names them.")
+    ],
+    "config": Annotated[Path | None, _option(panel=MODEL, help="YAML file of settings; flags win over it.")],
+    "train_length": Annotated[
+        int | None, _option(panel=MODEL, shown="by preset", help="Longest training length, tokens.", **_WHOLE)
+    ],
+    "seed": Annotated[
+        int | None, _option(panel=MODEL, shown="0", help="Seed of initial values and training data.", **_WHOLE)
+    ],
+    "seeds": Annotated[str | None, _option(panel=MODEL, help="One run for each of several seeds: 0,1,2.")],
+    "checkpoint": Annotated[Path | None, _option(panel=MODEL, help="Run or checkpoint to evaluate; no training.")],
+    "eval_lengths": Annotated[
+        str | None,
+        _option(
+            panel=ASKED,
+            shown="1x,2x,4x,8x",
+            help="Lengths to ask at: multiples of the training length (2x) or tokens (512).",
+        ),
+    ],
+    "samples": Annotated[int | None, _option(panel=ASKED, shown="100", help="Samples a cell.", **_WHOLE)],
+    "settings": Annotated[
+        list[str] | None,
+        _option(
+            "--set",
+            panel=RUNNING,
+            metavar="KEY=VALUE",
+            help="Any setting, e.g. training.steps=500; may be repeated. `bench list --settings` names them.",
+        ),
+    ],
+    "device": Annotated[str | None, _option(panel=RUNNING, shown="auto", help="auto, cpu or cuda.")],
+    "backend": Annotated[
+        str | None, _option(panel=RUNNING, shown="auto", help="Kernels of the recurrence: auto or torch.")
+    ],
+    "out": Annotated[Path | None, _option(panel=RUNNING, shown="runs", help="Folder of run folders.")],
+    "force": Annotated[bool, _option("--force", panel=RUNNING, help="Start anew where the run exists.")],
+    "json": Json,
+    "quiet": Annotated[bool, _option("--quiet", panel=RUNNING, help="No progress on stderr.")],
+}
+# The setting that a flag gives.
+_KEYS = {
+    "model": "model.name",
+    "train_length": "task.train_length",
+    "seed": "seed",
+    "checkpoint": "checkpoint",
+    "eval_lengths": "evaluation.lengths",
+    "variants": "evaluation.variants",
+    "depths": "evaluation.depths",
+    "samples": "evaluation.samples",
+    "device": "device",
+    "backend": "backend",
+    "out": "out",
+}
+_LISTS = ("eval_lengths", "variants", "depths")
+
+
+def _add_task(task: str, what: str, **own: Any) -> None:
+    """A command that runs a task; own: the flags that it has beside the common ones."""
+
+    def command(**given: Any) -> None:
+        _run_task(task, given)
+
+    flags = {**_FLAGS, **own}
+    off = {name: False if get_args(kind)[0] is bool else None for name, kind in flags.items()}
+    command.__doc__ = what
+    # Typer reads a command's flags off its signature: made here once, not written out for every task.
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=off[name], annotation=kind)
+            for name, kind in flags.items()
+        ]
+    )
+    command.__annotations__ = dict(flags)
+    app.command(task)(command)
+
+
+_add_task(
+    "niah",
+    "Needle in a haystack: one planted fact, found again at any length and depth?",
+    variants=Annotated[
+        str | None, _option(panel=ASKED, shown="single", help="single, multikey, multivalue, multiquery.")
+    ],
+    depths=Annotated[str | None, _option(panel=ASKED, shown="0,0.1,…,1", help="Depths of the needle, 0 to 1.")],
+)
+_add_task(
+    "mqar",
+    "Multi-query associative recall: how many key-value pairs, for how long?",
+    variants=Annotated[
+        str | None,
+        _option(panel=ASKED, shown="capacity,persist", help="capacity (pairs grow with the length), persist."),
+    ],
+)
 
 
 def _version(wanted: bool) -> None:
@@ -122,73 +169,6 @@ def _app(
     ] = False,
 ) -> None:
     pass
-
-
-@app.command()
-def niah(
-    model: Model = None,
-    post: Post = False,
-    preset: Preset = None,
-    config: File = None,
-    train_length: TrainLength = None,
-    seed: Seed = None,
-    seeds: Seeds = None,
-    checkpoint: Given = None,
-    eval_lengths: Lengths = None,
-    variants: Annotated[
-        str | None,
-        typer.Option(help="single, multikey, multivalue, multiquery.", rich_help_panel=ASKED, show_default="single"),
-    ] = None,
-    depths: Annotated[
-        str | None,
-        typer.Option(help="Depths of the needle, 0 to 1.", rich_help_panel=ASKED, show_default="0,0.1,…,1"),
-    ] = None,
-    samples: Samples = None,
-    settings: Settings = None,
-    device: Device = None,
-    backend: Backend = None,
-    out: Out = None,
-    force: Force = False,
-    json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Needle in a haystack: one planted fact, found again at any length and depth?"""
-    flags = _flags(model, post, train_length, seed, checkpoint, eval_lengths, variants, samples, device, backend, out)
-    flags["evaluation.depths"] = _list(depths)
-    _run_task("niah", preset, config, flags, settings, seeds, force, json, quiet)
-
-
-@app.command()
-def mqar(
-    model: Model = None,
-    post: Post = False,
-    preset: Preset = None,
-    config: File = None,
-    train_length: TrainLength = None,
-    seed: Seed = None,
-    seeds: Seeds = None,
-    checkpoint: Given = None,
-    eval_lengths: Lengths = None,
-    variants: Annotated[
-        str | None,
-        typer.Option(
-            help="capacity (pairs grow with the length), persist.",
-            rich_help_panel=ASKED,
-            show_default="capacity,persist",
-        ),
-    ] = None,
-    samples: Samples = None,
-    settings: Settings = None,
-    device: Device = None,
-    backend: Backend = None,
-    out: Out = None,
-    force: Force = False,
-    json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Multi-query associative recall: how many key-value pairs, for how long?"""
-    flags = _flags(model, post, train_length, seed, checkpoint, eval_lengths, variants, samples, device, backend, out)
-    _run_task("mqar", preset, config, flags, settings, seeds, force, json, quiet)
 
 
 @app.command()
@@ -311,62 +291,35 @@ def main() -> None:
             _fail(f"can't write the output: {error}", 1)
 
 
-def _run_task(
-    task: str,
-    preset: str | None,
-    file: Path | None,
-    flags: dict[str, Any],
-    settings: list[str] | None,
-    seeds: str | None,
-    force: bool,
-    json: bool,
-    quiet: bool,
-) -> None:
+def _run_task(task: str, given: dict[str, Any]) -> None:
     from decaybench.harness.presets import configure
     from decaybench.harness.progress import Progress
     from decaybench.harness.run import carry_out_all
 
-    several = None if seeds is None else [_integer("--seeds", part) for part in seeds.split(",")]
-    configs = configure(task, preset=preset, file=file, flags=flags, settings=settings or (), seeds=several)
-    outcomes = carry_out_all(configs, force=force, progress=Progress(quiet=quiet))
-    if json:
+    flags = {key: _plain(name, given[name]) for name, key in _KEYS.items() if given.get(name) is not None}
+    if given["post"]:
+        flags["model.post"] = {}
+    seeds = given["seeds"]
+    configs = configure(
+        task,
+        preset=given["preset"],
+        file=given["config"],
+        flags=flags,
+        settings=given["settings"] or (),
+        seeds=None if seeds is None else [_integer("--seeds", part) for part in seeds.split(",")],
+    )
+    outcomes = carry_out_all(configs, force=given["force"], progress=Progress(quiet=given["quiet"]))
+    if given["json"]:
         records = [outcome.record.to_json().strip() for outcome in outcomes]
-        _write(records[0] if several is None else "[" + ",\n".join(records) + "]")
+        _write(records[0] if seeds is None else "[" + ",\n".join(records) + "]")
     else:
         _show(outcomes)
 
 
-def _flags(
-    model: str | None,
-    post: bool,
-    train_length: int | None,
-    seed: int | None,
-    checkpoint: Path | None,
-    eval_lengths: str | None,
-    variants: str | None,
-    samples: int | None,
-    device: str | None,
-    backend: str | None,
-    out: Path | None,
-) -> dict[str, Any]:
-    """The flags that all tasks have, by the key of the setting that each one is; None: not given."""
-    return {
-        "model.name": model,
-        "model.post": {} if post else None,
-        "task.train_length": train_length,
-        "seed": seed,
-        "checkpoint": None if checkpoint is None else str(checkpoint),
-        "evaluation.lengths": _list(eval_lengths),
-        "evaluation.variants": _list(variants),
-        "evaluation.samples": samples,
-        "device": device,
-        "backend": backend,
-        "out": None if out is None else str(out),
-    }
-
-
-def _list(text: str | None) -> list[str] | None:
-    return None if text is None else [part.strip() for part in text.split(",")]
+def _plain(name: str, value: Any) -> Any:
+    if name in _LISTS:
+        return [part.strip() for part in value.split(",")]
+    return str(value) if isinstance(value, Path) else value
 
 
 def _integer(flag: str, text: str) -> int:

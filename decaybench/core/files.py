@@ -78,6 +78,15 @@ def append_lines(path: Path, lines: Iterable[str], sync: bool = True) -> None:
             os.close(descriptor)
 
 
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def cut(path: Path, size: int) -> None:
     """Keep the first `size` bytes of a file. Raises RunError."""
     with writing(path), open(path, "r+b") as file:
@@ -145,11 +154,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 def _sync_folder(path: Path) -> None:
     # The new name is safe only when its folder is on the disk; not every system lets a folder be opened.
     with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)
 
 
 def _end_of_last_line(descriptor: int) -> int:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from decaybench.core.config import parse
 from decaybench.core.errors import UserError
-from decaybench.core.files import read_json, writing
+from decaybench.core.files import read_json, sync, writing
 from decaybench.core.hashing import file_digest
 from decaybench.models.config import ModelConfig
 from decaybench.models.language_model import LanguageModel, build_model
@@ -92,7 +92,7 @@ def write_checkpoint(
         if folder.exists():
             folder.rename(replaced)
         temporary.rename(folder)
-        _flush(folder.parent)
+        sync(folder.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     return Checkpoint(folder, content)
 
@@ -162,10 +162,10 @@ def _fill(
     for name, tensors in {MODEL_FILE: model.state_dict(), **extra}.items():
         _save({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, folder / name)
         files[name] = file_digest(folder / name)
-        _flush(folder / name)
+        sync(folder / name)
     content = {"format": FORMAT, "model": model.config.plain(), "seed": seed, **facts, "files": files}
     (folder / _FACTS).write_text(json.dumps(content, indent=1, allow_nan=False), encoding="utf-8")
-    _flush(folder / _FACTS)
+    sync(folder / _FACTS)
     return content
 
 
@@ -176,14 +176,6 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
         number = re.search(r"os error (\d+)", str(error))
         code = int(number[1]) if number else errno.EIO
         raise OSError(code, os.strerror(code)) from error
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _one_line(error: Exception) -> str:
