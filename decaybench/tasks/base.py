@@ -10,11 +10,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from decaybench.core.config import Config
 from decaybench.core.draws import Draws
@@ -47,10 +47,14 @@ class TaskConfig(Config):
     train_length: int = Field(ge=2, description="longest training length, tokens")
 
 
+# In YAML a length in tokens is a number.
+Length = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+
+
 class EvaluationConfig(Config):
     """What is asked of a trained model. Not part of the training hash."""
 
-    lengths: tuple[str, ...] = Field(
+    lengths: tuple[Length, ...] = Field(
         default=("1x", "2x", "4x", "8x"), description="evaluation lengths: multiples of train_length (2x) or tokens"
     )
     samples: int = Field(default=100, ge=1, le=1_000_000, description="samples a cell")

@@ -293,3 +293,10 @@ def test_a_checkpoint_needs_no_model_and_no_stages() -> None:
     assert found.checkpoint == "somewhere"
     with pytest.raises(UserError, match="length=3 is too short"):
         config(short)
+
+
+def test_lengths_in_tokens_may_be_numbers() -> None:
+    config = make_config({"task": {"name": "niah"}, "evaluation": {"lengths": [64, "1x", "256"]}})
+    assert config.eval_lengths() == [64, 128, 256]
+    with pytest.raises(UserError, match=r"evaluation.lengths.0=1.5"):
+        make_config({"task": {"name": "niah"}, "evaluation": {"lengths": [1.5]}})
