@@ -13,6 +13,18 @@ def canonical_json(content: Any) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
+def without_absent(content: Any) -> Any:
+    """`content` without the keys whose value is None, at every level.
+
+    So an option that is added later, and is None where it doesn't apply, changes no hash that exists already.
+    """
+    if isinstance(content, dict):
+        return {key: without_absent(value) for key, value in content.items() if value is not None}
+    if isinstance(content, list | tuple):
+        return [without_absent(value) for value in content]
+    return content
+
+
 def digest(content: Any) -> str:
     """The sha256 of `content`'s canonical JSON: 64 hexadecimal digits."""
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()

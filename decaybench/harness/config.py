@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,12 +12,12 @@ from pydantic import Field, SerializeAsAny, model_validator
 
 from decaybench.core.config import Config, merge, parse
 from decaybench.core.errors import UserError
-from decaybench.core.hashing import digest
+from decaybench.core.hashing import digest, without_absent
 from decaybench.harness.plans import make_plan
 from decaybench.models.config import ModelConfig
 from decaybench.models.language_model import build_model
 from decaybench.results.run_folder import RunFolder
-from decaybench.tasks.base import EvaluationConfig, TaskConfig
+from decaybench.tasks.base import EvaluationConfig, Task, TaskConfig
 from decaybench.tasks.registry import get_task, make_task
 
 # Goes up when training or evaluation changes in a way that changes results: old run folders then don't match.
@@ -104,14 +105,17 @@ class RunConfig(Config):
     @property
     def training_hash(self) -> str:
         """Hash of all that the trained weights are a function of."""
-        version = make_task(self.task).version
-        return training_hash(self.model.plain(), self.task.plain(), version, self.training.plain(), self.seed)
+        return training_hash(self.model.plain(), make_task(self.task), self.training.plain(), self.seed)
 
     @property
     def evaluation_hash(self) -> str:
         """Hash of all that the answers of a model are a function of: what is asked, in which batches and dtype."""
-        asked = [self.task.plain(), make_task(self.task).version, self.evaluation.plain(), self.eval_lengths()]
-        return digest([HARNESS_VERSION, asked, self.batch_tokens, self.training.dtype])
+        task = make_task(self.task)
+        rules = self.task.plain() | {"stages": None}
+        asked = self.evaluation.plain() | {"lengths": self.eval_lengths()}
+        return digest(
+            without_absent([HARNESS_VERSION, task.version, rules, asked, self.batch_tokens, self.training.dtype])
+        )
 
     def eval_lengths(self) -> list[int]:
         """The evaluation lengths in tokens, in the order given. Raises UserError."""
@@ -125,24 +129,35 @@ class RunConfig(Config):
 def parse_length(text: str, train_length: int) -> int:
     """A length in tokens from `2x` (times the training length), `0.5x`, or `512`. Raises UserError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)x|(\d+)", text.strip(), re.ASCII)
-    length = 0.0
-    if match:
-        length = float(match[1]) * train_length if match[1] else float(match[2])
-    if not match or length < 1 or length != int(length):
+    if not match:
         raise UserError(
             f"--eval-lengths: {text.strip()!r} is not a length; "
             f"write multiples of the training length (1x,2x) or tokens (512)"
         )
+    length = Fraction(match[1]) * train_length if match[1] else Fraction(match[2])  # 1.1 x 100 is 110 exactly
+    shown = text.strip() if len(text.strip()) <= 20 else text.strip()[:20] + "…"
     if length > 2**31:
-        raise UserError(f"--eval-lengths: {text.strip()!r} is more than 2^31 tokens")
+        raise UserError(f"--eval-lengths: {shown!r} is more than 2^31 tokens")
+    if length < 1 or length.denominator != 1:
+        raise UserError(
+            f"--eval-lengths: {shown!r} is {float(length):g} tokens, not a whole number of at least 1: write 1x,2x or 512"
+        )
     return int(length)
 
 
 def training_hash(
-    model: Mapping[str, Any], task: Mapping[str, Any], version: int, training: Mapping[str, Any], seed: int
+    model: Mapping[str, Any],
+    task: Task[Any, Any, Any],
+    training: Mapping[str, Any],
+    seed: int,
+    harness_version: int = HARNESS_VERSION,
 ) -> str:
-    """Hash of all that trained weights are a function of, from the plain configurations and the task's version."""
-    return digest([HARNESS_VERSION, version, {"model": model, "task": task, "training": training}, seed])
+    """Hash of all that trained weights are a function of; model, training: plain configurations.
+
+    The task's stages enter as they are resolved: a change of its default curriculum is another training.
+    """
+    data = task.config.plain() | {"stages": [stage.plain() for stage in task.stages()]}
+    return digest(without_absent([harness_version, model, task.version, data, training, seed]))
 
 
 def make_config(*layers: Mapping[str, Any]) -> RunConfig:

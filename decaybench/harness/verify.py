@@ -24,7 +24,7 @@ from decaybench.results.leaderboard import add_record, check_leaderboard, read_l
 from decaybench.results.record import CellResult, Record, check_counts, data_hash, read_record
 from decaybench.results.run_folder import EvaluationFolder, SampleLine
 from decaybench.tasks.base import Cell, Task
-from decaybench.tasks.registry import get_task
+from decaybench.tasks.registry import get_task, make_task
 
 _BLOCK_TOKENS = 2**20
 
@@ -138,7 +138,13 @@ def _check_claims(record: Record) -> None:
     for key, (said, expected) in told.items():
         if said != expected:
             raise UserError(f"{key} is {said!r}, but elsewhere in the record it is {expected!r}")
-    found = training_hash(model.config, record.task.config, record.task.version, training.config, training.seed)
+    task = parse(get_task(record.task.name).config, record.task.config, "task")
+    found = training_hash(
+        model.config,
+        make_task(task),
+        training.config,
+        training.seed,
+    )
     if training.training_hash != found:
         raise UserError(
             f"training_hash is {training.training_hash[:12]}, but the record's model, task, training and seed have "

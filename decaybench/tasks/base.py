@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, Field
 from decaybench.core.config import Config
 from decaybench.core.draws import Draws
 from decaybench.core.errors import UserError
-from decaybench.core.hashing import digest, key64
+from decaybench.core.hashing import digest, key64, without_absent
 from decaybench.core.scoring import Metric, score
 
 IGNORED = -100
@@ -142,7 +142,10 @@ class Task(ABC, Generic[T, S, E]):
             )
 
     def rules(self) -> dict[str, Any]:
-        """The part of the configuration that changes samples; it enters keys and hashes."""
+        """The part of the configuration that changes samples; it enters keys and hashes.
+
+        An option that is added to a task must be None where it doesn't apply: only so do old samples stay as they are.
+        """
         plain = self.config.plain()
         return {key: plain[key] for key in plain if key not in ("train_length", "stages")}
 
@@ -160,7 +163,7 @@ class Task(ABC, Generic[T, S, E]):
         return [digest([origin, int(index)])[:16] for index in indices]
 
     def _origin(self, shape: S, split: Split, seed: int) -> list[Any]:
-        return [self.name, self.version, self.rules(), shape.plain(), split, seed]
+        return [self.name, self.version, without_absent(self.rules()), without_absent(shape.plain()), split, seed]
 
     def scores(self, batch: Batch, correct: NDArray[np.bool_]) -> NDArray[np.float64]:
         """Each sample's score in [0, 1], float64 [B]; correct: bool [B, T], read where a label is asked for."""
