@@ -1,7 +1,8 @@
 """decaybench: how well does a linear recurrence remember, at which distance, and do add-ons help?
 
     import decaybench
-    record = decaybench.run({"model": {"name": "mamba2", "post": {}}, "task": {"name": "niah"}})
+    [config] = decaybench.configure("niah", preset="smoke", flags={"model.name": "mamba2", "model.post": {}})
+    record = decaybench.run(config)
 
 Names are loaded when first used: `import decaybench` imports no torch.
 """
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from decaybench.harness.config import RunConfig as RunConfig
+    from decaybench.harness.presets import configure as configure
     from decaybench.harness.run import run as run
     from decaybench.harness.spectra import spectrum as spectrum
     from decaybench.models.config import ModelConfig as ModelConfig
@@ -25,12 +27,13 @@ _HOMES = {
     "ModelConfig": "decaybench.models.config",
     "Record": "decaybench.results.record",
     "RunConfig": "decaybench.harness.config",
+    "configure": "decaybench.harness.presets",
     "build_model": "decaybench.models.language_model",
     "run": "decaybench.harness.run",
     "spectrum": "decaybench.harness.spectra",
 }
 
-__all__ = ["ModelConfig", "Record", "RunConfig", "__version__", "build_model", "run", "spectrum"]
+__all__ = ["ModelConfig", "Record", "RunConfig", "__version__", "build_model", "configure", "run", "spectrum"]
 
 
 def __getattr__(name: str) -> Any:

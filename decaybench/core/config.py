@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 
 from decaybench.core.errors import UserError
@@ -20,6 +20,15 @@ class Config(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Pydantic takes true for 1, and so does a typing mistake: training.steps=true would train one step."""
+        field = cls.model_fields.get(info.field_name or "")
+        if isinstance(value, bool) and field and not {bool, Any} & _plain_types(field.annotation):
+            raise ValueError("true and false stand for nothing here")
+        return value
 
     def plain(self) -> dict[str, Any]:
         """The configuration as JSON-able data, every default filled in."""
@@ -142,6 +151,10 @@ def _known_keys(kind: type[BaseModel], path: list[str]) -> list[str]:
             return []
         kind = inner[0]
     return list(kind.model_fields)
+
+
+def _plain_types(annotation: Any) -> set[Any]:
+    return {annotation}.union(*(_plain_types(argument) for argument in get_args(annotation)))
 
 
 def _models_in(annotation: Any) -> Iterable[type[BaseModel]]:

@@ -24,13 +24,20 @@ from decaybench.tasks.registry import get_task
 
 @dataclass(frozen=True)
 class Preset:
-    """Settings for a run. models: each architecture's sizes; run: all else; learning_rates: the protocol's grid."""
+    """Settings for a run. models: each architecture's sizes; run: all else.
+
+    learning_rates: the protocol's grid by architecture, `*` for all others; a run takes its middle one.
+    """
 
     description: str
     models: dict[str, dict[str, Any]]
     run: dict[str, Any]
     learning_rates: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    protocol: str | None = None
+
+    def learning_rate(self, model: str) -> float | None:
+        """The middle of the grid (the upper one of two); None: the preset has no grid."""
+        grid = self.learning_rates.get(model) or self.learning_rates.get("*")
+        return grid[len(grid) // 2] if grid else None
 
 
 _SMOKE_MODELS = {name: models.preset("smoke", name) for name in models.PRESETS["smoke"]}
@@ -67,7 +74,6 @@ def _iclr24(length: int, kv: int, batch: int) -> Preset:
                 "schedule": "cosine-by-epoch",
                 "warmup": 0,
                 "betas": [0.9, 0.999],
-                "learning_rate": _grid(-4, -2, 4)[2],
             },
             "evaluation": {"lengths": [str(length)], "samples": 3000, "pairs": [[length, kv]]},
         },
@@ -95,7 +101,6 @@ _BASED = Preset(
             "schedule": "cosine-by-epoch",
             "warmup": 0,
             "betas": [0.9, 0.999],
-            "learning_rate": _grid(-3, -1.5, 4)[1],
         },
         "evaluation": {
             "samples": 1000,
@@ -130,7 +135,6 @@ def _post(state: str, d_model: int, heads: int) -> Preset:
                 "schedule": "linear-by-epoch",
                 "warmup": 0,
                 "dtype": "bfloat16",
-                "learning_rate": 10**-2.5,
             },
             "evaluation": {"lengths": ["512", "1024", "2048", "4096"], "samples": 3000, "capacity_ratio": 4},
         },
@@ -172,8 +176,13 @@ def preset_layer(task: str, name: str, model: str) -> dict[str, Any]:
     if model not in preset.models:
         sizes = ", ".join(sorted(preset.models))
         raise UserError(f"preset {name} of {task} has no sizes for model {model!r}; it has them for: {sizes}")
-    task_settings = {"name": task, **preset.run.get("task", {})}
-    return {**preset.run, "task": task_settings, "model": {"name": model, **preset.models[model]}}
+    rate = preset.learning_rate(model)
+    return {
+        **preset.run,
+        "task": {"name": task, **preset.run.get("task", {})},
+        "model": {"name": model, **preset.models[model]},
+        "training": {**preset.run.get("training", {}), **({} if rate is None else {"learning_rate": rate})},
+    }
 
 
 def configure(
@@ -232,11 +241,12 @@ def _said(layers: Sequence[Mapping[str, Any]], *path: str) -> Any:
 
 def _check_nothing_trained(keys: Iterable[str], preset: str | None, seeds: Sequence[int] | None) -> None:
     """With a checkpoint nothing is trained, and what would be ignored is refused."""
-    flags = {"model.name": "--model", "model.post": "--post", "seed": "--seed"}
+    flags = {"model.name": "--model", "model.post": "--post", "seed": "--seed", "task.train_length": "--train-length"}
     unused = [
         flags.get(key, key)
         for key in keys
-        if key.partition(".")[0] in ("model", "training", "seed") and key != "training.dtype"
+        if (key.partition(".")[0] in ("model", "training", "seed") and key != "training.dtype")
+        or key in ("task.train_length", "task.stages")
     ]
     unused += ["--preset"] * (preset is not None) + ["--seeds"] * (seeds is not None)
     if unused:

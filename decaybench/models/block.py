@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from decaybench.models.branch import Branch, Context, Mixer
+from decaybench.models.branch import Branch, Context, Mixer, Place
 from decaybench.models.config import ModelConfig
 from decaybench.models.ffn import Ffn
 from decaybench.models.module import LayerNorm, Module, RMSNorm
@@ -17,13 +17,13 @@ from decaybench.models.state import LayerState
 class Block(Module):
     """Pre-norm residual block."""
 
-    def __init__(self, config: ModelConfig, backend: str) -> None:
+    def __init__(self, config: ModelConfig, layer: int, backend: str) -> None:
         super().__init__()
-        branches = config.n_layers * (2 if config.ffn else 1)
-        shrink = math.sqrt(branches)
+        shrink = math.sqrt(config.n_layers * (2 if config.ffn else 1))
+        place = Place(config.d_model, layer, config.n_layers, shrink, config.post, backend)
         self.norm = make_norm(config)
         mixer_class = get_architecture(config.name).mixer_class()
-        self.mixer: Mixer = mixer_class(config.mixer, config.d_model, shrink, config.post, backend)
+        self.mixer: Mixer = mixer_class(config.mixer, place)
         self.ffn_norm = make_norm(config) if config.ffn else None
         self.ffn: Branch | None = Ffn(config.ffn, config.d_model, shrink) if config.ffn else None
 

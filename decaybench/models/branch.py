@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from decaybench.core.positions import Layout
+from decaybench.models.addons.post import PostConfig
 from decaybench.models.module import Module
 
 
@@ -21,6 +22,23 @@ class Context:
 
     layout: Layout
     keep_state: bool
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a branch stands in its model; what a mixer may know when it is built.
+
+    d_model: width of the residual stream. layer: its block, 0-based, of n_layers. shrink: square root of the number of
+    residual branches, by which a projection that ends one is divided (GPT-2's rule). post: PoST, or None. backend:
+    kernels of the recurrence.
+    """
+
+    d_model: int
+    layer: int
+    n_layers: int
+    shrink: float
+    post: PostConfig | None
+    backend: str
 
 
 class Branch(Module):

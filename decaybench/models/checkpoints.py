@@ -52,6 +52,16 @@ class Checkpoint:
         """The hash of the weights file."""
         return str(self.facts["files"][MODEL_FILE])
 
+    @property
+    def train_length(self) -> int | None:
+        """The training length that the writer states, tokens; None where it states none."""
+        return self.facts.get("train_length")
+
+    @property
+    def longest_trained(self) -> int | None:
+        """The longest sequence trained on, as the writer states, tokens; None where it states none."""
+        return self.facts.get("longest_trained")
+
     def tensors(self, file: str) -> dict[str, Tensor]:
         """The tensors of one file, on the CPU. Raises UserError on a damaged file."""
         try:
@@ -118,6 +128,11 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise UserError(f"checkpoint {folder} is damaged: {_FACTS} names no {MODEL_FILE} or no model")
     if type(facts.get("seed")) is not int:
         raise UserError(f"checkpoint {folder} is damaged: {_FACTS} has no seed")
+    for key in ("train_length", "longest_trained"):
+        if facts.get(key) is not None and (type(facts[key]) is not int or facts[key] < 1):
+            raise UserError(
+                f"checkpoint {folder} is damaged: {_FACTS} has {key}={facts[key]!r}, not a number of tokens"
+            )
     for name, sha256 in files.items():
         if not _FILE_NAME.fullmatch(name):  # never look outside the folder
             raise UserError(f"checkpoint {folder} is damaged: {name[:40]!r} is no file name")

@@ -45,9 +45,7 @@ class ModelConfig(Config):
     @property
     def addons(self) -> tuple[str, ...]:
         """The add-ons' names as tables spell them: post (variant paper), post-minimal."""
-        if self.post is None:
-            return ()
-        return ("post" if self.post.variant == "paper" else f"post-{self.post.variant}",)
+        return () if self.post is None else (self.post.name,)
 
     @property
     def cell(self) -> str:

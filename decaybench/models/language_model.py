@@ -39,7 +39,7 @@ class LanguageModel(Module):
         super().__init__()
         self.config, self.backend = config, backend
         self.embedding = Embedding(config.vocab_size, config.d_model)
-        self.blocks = torch.nn.ModuleList(Block(config, backend) for _ in range(config.n_layers))
+        self.blocks = torch.nn.ModuleList(Block(config, layer, backend) for layer in range(config.n_layers))
         self.norm = make_norm(config)
         self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size)
 

@@ -25,7 +25,7 @@ ENTRY_POINT_GROUP = "decaybench.models"
 class Architecture:
     """A named mixer. config, mixer: `module:Class` of its configuration and its mixer.
 
-    The mixer is built as `mixer(config, d_model, shrink, post, backend)`; addons: those that it takes.
+    The mixer is built as `mixer(config, place)` (models.branch.Place); addons: those that it takes.
     backends: implementations of its recurrence, best first.
     """
 

@@ -23,7 +23,8 @@ DT = {"paper": 0.05, "minimal": 0.01}
 
 
 def spectrum(n: int, *, dt: float = 0.05, **settings) -> TaperedSpectrum:
-    made = make_spectrum(PostConfig(**{"horizon": T, **settings}), n, lambda draws: torch.zeros(n), dt)
+    post = PostConfig(**{"horizon": T, **settings})
+    made = make_spectrum(post, n, lambda draws: torch.zeros(n), lambda tau: -math.log(dt * tau))
     initialise(made, 0)
     return made.double()
 
@@ -211,7 +212,7 @@ def test_static_wide_has_the_timescales_that_post_has_at_the_horizon():
 def test_position_only_tapers_go_by_the_rank_of_the_initial_rates():
     rates = torch.tensor([2.0, -1.0, 0.5, 3.0])
     for options, want in ({}, [1 / 3, 1, 2 / 3, 0]), ({"control": "shuffled"}, None):
-        found = make_spectrum(PostConfig(horizon=T, reparameterize=False, **options), 4, lambda draws: rates, 0.05)
+        found = make_spectrum(PostConfig(horizon=T, reparameterize=False, **options), 4, lambda draws: rates, math.log)
         initialise(found, 0)
         assert isinstance(found, FreeSpectrum)
         if want:
@@ -248,7 +249,7 @@ def test_switches_that_contradict_each_other_are_refused(settings, said):
 
 def test_a_missing_horizon_is_named():
     with pytest.raises(ValueError, match=r"post\.horizon is not set"):
-        make_spectrum(PostConfig(), 4, torch.zeros, 0.05)
+        make_spectrum(PostConfig(), 4, torch.zeros, math.log)
 
 
 # --- the figures of what PoST must show at the start: N = 24 heads, T = 2048, dt = 0.05

@@ -144,5 +144,5 @@ def test_every_preset_is_a_configuration():
 def test_a_configuration_survives_its_plain_form():
     config = small.config(ffn={}, post={"variant": "minimal", "range": (2.0, 50.0)})
     assert parse(ModelConfig, config.plain()) == config
-    assert config.cell == "mamba2+post-minimal"
+    assert config.cell == "mamba2+post-minimal-range"
     assert small.config(post={}).cell == "mamba2+post"

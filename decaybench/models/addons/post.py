@@ -68,6 +68,20 @@ class PostConfig(Config):
         return self
 
     @property
+    def name(self) -> str:
+        """What tables call it: `post` for variant paper, then the switches that differ: post-minimal-linear."""
+        parts = [
+            ("minimal", self.variant == "minimal"),
+            ("unordered", not self.reparameterize),
+            ("static", not self.position_scaling),
+            (self.taper, self.taper != "analytical"),
+            ("range", self.range is not None),
+            (f"{self.dt_bias}-dt", self.dt_bias is not None),
+            (self.control.replace("_", "-"), self.control != "none"),
+        ]
+        return "-".join(["post", *(name for name, differs in parts if differs)])
+
+    @property
     def scales(self) -> bool:
         """Whether rates depend on the position."""
         return self.position_scaling and self.control != "static_wide"
@@ -188,18 +202,21 @@ class TaperedSpectrum(Spectrum):
 
 
 def make_spectrum(
-    post: PostConfig | None, n: int, initial: Callable[[torch.Generator], Tensor], reference_dt: float
+    post: PostConfig | None,
+    n: int,
+    initial: Callable[[torch.Generator], Tensor],
+    log_rate_of: Callable[[float], float],
 ) -> Spectrum:
     """The spectrum of one layer with N = n log-rates.
 
-    initial: draws the architecture's own initial log-rates [n]. reference_dt: the time step by which a log-rate turns
-    into a timescale, tau = 1 / (dt exp(P)), when PoST lays its initial range out in tokens.
+    initial: draws the architecture's own initial log-rates [n]. log_rate_of: the log-rate P that has a timescale of
+    so many tokens at t = 1, by which PoST lays out its initial range.
     """
     if post is None or not post.reparameterize:
         scales = post is not None and post.scales
         return FreeSpectrum(n, initial, scales=scales, shuffled=post is not None and post.control == "shuffled")
     fastest, slowest = post.timescale_range()
-    return TaperedSpectrum(n, -math.log(reference_dt * slowest), -math.log(reference_dt * fastest), post)
+    return TaperedSpectrum(n, log_rate_of(slowest), log_rate_of(fastest), post)
 
 
 def linear_taper(n: int) -> Tensor:

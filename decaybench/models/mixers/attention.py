@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from decaybench.core.config import Config
 from decaybench.core.errors import UserError
 from decaybench.core.positions import Layout
-from decaybench.models.addons.post import PostConfig
-from decaybench.models.branch import Context, Mixer
+from decaybench.models.branch import Context, Mixer, Place
 from decaybench.models.module import Linear
 
 
@@ -49,16 +48,12 @@ class AttentionState:
 class Attention(Mixer):
     """The mixer. Dimensions: H = n_heads of K = d_model / H channels."""
 
-    def __init__(
-        self, config: AttentionConfig, d_model: int, shrink: float, post: PostConfig | None, backend: str
-    ) -> None:
+    def __init__(self, config: AttentionConfig, place: Place) -> None:
         super().__init__()
-        if post is not None:
-            raise UserError("post needs a mixer with decays; attention has none")
         self.config = config
-        self.head_dim = config.head_dim(d_model)
-        self.qkv_proj = Linear(d_model, 3 * d_model)
-        self.out_proj = Linear(d_model, d_model, shrink=shrink)
+        self.head_dim = config.head_dim(place.d_model)
+        self.qkv_proj = Linear(place.d_model, 3 * place.d_model)
+        self.out_proj = Linear(place.d_model, place.d_model, shrink=place.shrink)
 
     def forward(
         self, x: Tensor, context: Context, state: AttentionState | None

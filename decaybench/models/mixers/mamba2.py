@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from decaybench.core.config import Config
 from decaybench.core.errors import UserError
 from decaybench.core.positions import Layout
-from decaybench.models.addons.post import PostConfig, make_spectrum
-from decaybench.models.branch import Context, Mixer
+from decaybench.models.addons.post import make_spectrum
+from decaybench.models.branch import Context, Mixer, Place
 from decaybench.models.module import DrawsFor, Linear, Module, RMSNorm, uniform_
 from decaybench.models.ops.scalar_decay import DEFAULT_CHUNK, scalar_decay
 from decaybench.models.ops.short_conv import conv_tail, short_conv
@@ -70,21 +70,19 @@ class Mamba2(Mixer):
     float32_names = frozenset({"dt_bias", "D"})
     no_weight_decay = frozenset({"dt_bias", "D"})
 
-    def __init__(
-        self, config: Mamba2Config, d_model: int, shrink: float, post: PostConfig | None, backend: str
-    ) -> None:
+    def __init__(self, config: Mamba2Config, place: Place) -> None:
         super().__init__()
-        self.config, self.post, self.backend = config, post, backend
-        self.heads = H = config.heads(d_model)
-        self.inner = config.expand * d_model
+        self.config, self.post, self.backend = config, place.post, place.backend
+        self.heads = H = config.heads(place.d_model)
+        self.inner = config.expand * place.d_model
         self.convolved = self.inner + 2 * config.n_groups * config.d_state
-        self.in_proj = Linear(d_model, self.inner + self.convolved + H)
+        self.in_proj = Linear(place.d_model, self.inner + self.convolved + H)
         self.conv = ShortConv(self.convolved, config.conv_width)
-        self.dt_bias = nn.Parameter(torch.empty(H), requires_grad=post is None or not post.freezes_dt)
+        self.dt_bias = nn.Parameter(torch.empty(H), requires_grad=place.post is None or not place.post.freezes_dt)
         self.D = nn.Parameter(torch.empty(H))
-        self.spectrum = make_spectrum(post, H, self._initial_log_rates, _POST_DT[post.variant] if post else math.nan)
+        self.spectrum = make_spectrum(place.post, H, self._initial_log_rates, self._log_rate_of)
         self.norm = RMSNorm(self.inner, eps=1e-5, groups=config.n_groups)
-        self.out_proj = Linear(self.inner, d_model, shrink=shrink)
+        self.out_proj = Linear(self.inner, place.d_model, shrink=place.shrink)
 
     def initialise(self, draws_for: DrawsFor) -> None:
         self.D.fill_(1.0)
@@ -95,6 +93,10 @@ class Mamba2(Mixer):
             uniform_(dt, math.log(_DT_RANGE[0]), math.log(_DT_RANGE[1]), draws_for("dt_bias"))
             dt = dt.exp().clamp(min=_DT_FLOOR)
         self.dt_bias.copy_(dt + (-torch.expm1(-dt)).log())  # softplus's inverse
+
+    def _log_rate_of(self, timescale: float) -> float:
+        assert self.post is not None
+        return -math.log(_POST_DT[self.post.variant] * timescale)
 
     def _initial_log_rates(self, draws: torch.Generator) -> Tensor:
         A = torch.empty(self.heads)
