@@ -17,7 +17,7 @@ from decaybench.harness.plans import make_plan
 from decaybench.models.config import ModelConfig
 from decaybench.models.language_model import build_model
 from decaybench.results.run_folder import RunFolder
-from decaybench.tasks.base import EvaluationConfig, Task, TaskConfig
+from decaybench.tasks.base import Cell, EvaluationConfig, Task, TaskConfig
 from decaybench.tasks.registry import get_task, make_task
 
 # Goes up when training or evaluation changes in a way that changes results: old run folders then don't match.
@@ -52,7 +52,7 @@ class TrainingConfig(Config):
     weight_decay: float = Field(default=0.1, ge=0, description="AdamW's, on weights of two or more dimensions")
     betas: tuple[Factor, Factor] = Field(default=(0.9, 0.95), description="AdamW's averaging factors")
     eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon")
-    clip: float = Field(default=1.0, gt=0, description="largest gradient norm")
+    clip: float | None = Field(default=1.0, gt=0, description="largest gradient norm; none: no limit")
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="of matrix products; bfloat16: autocast, parameters and decays stay float32"
     )
@@ -71,7 +71,7 @@ class RunConfig(Config):
     backend: str = Field(default="auto", description="kernels of the recurrence")
     out: str = Field(default="runs", description="folder of run folders")
     batch_tokens: int = Field(default=16_384, ge=1, description="tokens an evaluation batch")
-    checkpoint_seconds: float = Field(default=20.0, ge=0, description="time between checkpoints while training, s")
+    checkpoint_seconds: float = Field(default=20.0, ge=0, description="time between checkpoints, s; 0: every step")
 
     @model_validator(mode="before")
     @classmethod
@@ -140,7 +140,7 @@ def parse_length(text: str, train_length: int) -> int:
         raise UserError(f"--eval-lengths: {shown!r} is more than 2^31 tokens")
     if length < 1 or length.denominator != 1:
         raise UserError(
-            f"--eval-lengths: {shown!r} is {float(length):g} tokens, not a whole number of at least 1: write 1x,2x or 512"
+            f"--eval-lengths: {shown!r} is {float(length):g} tokens, not a whole number of them; write 1x,2x or 512"
         )
     return int(length)
 
@@ -166,17 +166,26 @@ def make_config(*layers: Mapping[str, Any]) -> RunConfig:
     for layer in layers:
         merge(data, _as_data(layer))
     config = parse(RunConfig, data)
-    lengths = config.eval_lengths()
-    if len(set(lengths)) < len(lengths):
-        raise UserError(f"--eval-lengths: {','.join(config.evaluation.lengths)} names a length twice")
-    task = make_task(config.task)
-    cells = [cell.name for cell in task.cells(config.evaluation, lengths)]
-    if len(set(cells)) < len(cells):
-        raise UserError(f"evaluation: the cell {max(cells, key=cells.count)} is asked for twice")
-    if config.checkpoint is None:
-        make_plan(task.stages(), config.training, config.seed)
+    if config.checkpoint is None:  # a checkpoint brings its own training length: the run checks against that one
+        evaluation_cells(make_task(config.task), config.evaluation, config.task.train_length)
+        make_plan(make_task(config.task).stages(), config.training, config.seed)
         _build_without_values(config.model)
     return config
+
+
+def evaluation_cells(task: Task[Any, Any, Any], evaluation: EvaluationConfig, train_length: int | None) -> list[Cell]:
+    """The cells of an evaluation of a model with this training length (tokens; None: not known).
+
+    Raises UserError where a length or a cell can't exist or is asked for twice.
+    """
+    lengths = [_length(text, train_length) for text in evaluation.lengths] if evaluation.uses_lengths else []
+    if len(set(lengths)) < len(lengths):
+        raise UserError(f"--eval-lengths: {','.join(evaluation.lengths)} names a length twice")
+    cells = task.cells(evaluation, lengths)
+    names = [cell.name for cell in cells]
+    if len(set(names)) < len(names):
+        raise UserError(f"evaluation: the cell {max(names, key=names.count)} is asked for twice")
+    return cells
 
 
 def read_run_config(run: RunFolder) -> RunConfig:
@@ -186,6 +195,15 @@ def read_run_config(run: RunFolder) -> RunConfig:
         return make_config(data)
     except UserError as error:
         raise UserError(f"{run.config_path} is damaged: {error}; --force starts this run anew") from None
+
+
+def _length(text: str, train_length: int | None) -> int:
+    if train_length is None and text.strip().endswith("x"):
+        raise UserError(
+            f"--eval-lengths: {text.strip()!r} needs a training length, and this checkpoint doesn't say its own: "
+            f"write tokens"
+        )
+    return parse_length(text, train_length or 1)
 
 
 def _build_without_values(model: ModelConfig) -> None:

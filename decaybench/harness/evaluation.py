@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from decaybench.core.scoring import score
-from decaybench.harness.config import RunConfig
+from decaybench.harness.config import RunConfig, evaluation_cells
 from decaybench.harness.interrupt import Stop
 from decaybench.harness.progress import Progress
 from decaybench.harness.training import matmul_dtype
@@ -53,12 +53,21 @@ class Question:
 
 
 def evaluate(
-    model: LanguageModel, config: RunConfig, folder: EvaluationFolder, *, device: str, progress: Progress
+    model: LanguageModel,
+    config: RunConfig,
+    folder: EvaluationFolder,
+    *,
+    train_length: int | None,
+    device: str,
+    progress: Progress,
 ) -> Evaluated:
-    """Ask the model everything that `config` asks, going on after the samples that `folder` holds already."""
+    """Ask the model everything that `config` asks, going on after the samples that `folder` holds already.
+
+    train_length: the model's own, tokens; None: not known.
+    """
     task = make_task(config.task)
-    cells = task.cells(config.evaluation, config.eval_lengths())
-    samples, train_length = config.evaluation.samples, config.task.train_length
+    cells = evaluation_cells(task, config.evaluation, train_length)
+    samples = config.evaluation.samples
     results, hashes, tokens, began = [], [], 0, time.monotonic()
     with Stop() as stop, progress.bar("evaluation", samples * len(cells), 0) as show:
         for place, cell in enumerate(cells):
@@ -72,10 +81,17 @@ def evaluate(
                 indices = np.arange(first, min(first + size, samples))
                 batch = task.batch(cell.shape, "test", config.evaluation.seed, indices)
                 update_digest(digest, batch)
+                known = questions(task, cell, config.evaluation.seed, batch, indices)
+                wrong = _first_wrong(task, known, lines[first:])
+                if wrong is not None:
+                    what = f"{log.path} line {wrong + 1} is damaged (not the task's own sample)"
+                    progress.note(f"{what}; evaluating again from there")
+                    log.keep(first)
+                    del lines[first:]
                 if first >= len(lines):
                     with matmul_dtype(config.training.dtype, device):
                         answers = predict(model, batch, device)
-                    done = _lines(task, cell, config.evaluation.seed, batch, indices, answers)
+                    done = _lines(task, known, first, answers)
                     log.append(done)
                     lines += done
                     tokens += batch.tokens.size
@@ -136,6 +152,12 @@ def sample_line(task: Task, index: int, question: Question, answer: tuple[int, .
     )
 
 
+def is_own(task: Task, question: Question, line: SampleLine) -> bool:  # type: ignore[type-arg]
+    """Whether all of a line but its answer is what the task says of that sample, and its score that of its answer."""
+    fits = len(line.answer) == len(question.target)
+    return fits and line == sample_line(task, line.index, question, line.answer)
+
+
 def cell_result(task: Task, cell: Cell, lines: Sequence[SampleLine], train_length: int | None) -> CellResult:  # type: ignore[type-arg]
     """A cell's result from its samples' lines."""
     hits = [tuple(a == b for a, b in zip(line.target, line.answer, strict=True)) for line in lines]
@@ -148,8 +170,7 @@ def cell_result(task: Task, cell: Cell, lines: Sequence[SampleLine], train_lengt
         variant=cell.variant,
         eval_length=cell.shape.length,
         ratio=cell.shape.length / train_length if train_length else None,
-        depth=cell.coordinates.get("depth"),
-        kv=int(cell.coordinates["kv"]) if "kv" in cell.coordinates else None,
+        coordinates=cell.coordinates,
         n=len(lines),
         real_tokens=RealTokens(min=min(lengths), mean=sum(lengths) / len(lengths), max=max(lengths)),
         realised_depth=sum(depths) / len(depths) if depths else None,
@@ -158,9 +179,7 @@ def cell_result(task: Task, cell: Cell, lines: Sequence[SampleLine], train_lengt
         value=value,
         standard_error=error,
         interval=interval,
-        by_distance=distance_bins(
-            (distance for line in lines for distance in line.distance), (hit for row in hits for hit in row)
-        ),
+        by_distance=distance_bins([line.distance for line in lines], hits),
     )
 
 
@@ -170,20 +189,21 @@ def update_digest(digest: hashlib._Hash, batch: Batch) -> None:
     digest.update(both.tobytes())
 
 
-def _lines(
-    task: Task,  # type: ignore[type-arg]
-    cell: Cell,
-    seed: int,
-    batch: Batch,
-    indices: NDArray[np.int64],
-    answers: NDArray[np.int64],
-) -> list[SampleLine]:
+def _lines(task: Task, known: Iterable[Question], first: int, answers: NDArray[np.int64]) -> list[SampleLine]:  # type: ignore[type-arg]
     lines, start = [], 0
-    for index, question in zip(indices, questions(task, cell, seed, batch, indices), strict=True):
+    for index, question in enumerate(known, start=first):
         answer = tuple(answers[start : start + len(question.target)].tolist())
         start += len(question.target)
-        lines.append(sample_line(task, int(index), question, answer))
+        lines.append(sample_line(task, index, question, answer))
     return lines
+
+
+def _first_wrong(task: Task, known: Iterable[Question], lines: Iterable[SampleLine]) -> int | None:  # type: ignore[type-arg]
+    """The index of the first line that the task and the line's own answer don't give; None: all are right."""
+    for question, line in zip(known, lines, strict=False):
+        if not is_own(task, question, line):
+            return line.index
+    return None
 
 
 def _numpy(tensor: Tensor) -> NDArray[np.int64]:

@@ -19,7 +19,6 @@ import numpy as np
 
 from decaybench.core.files import atomic_write_bytes
 from decaybench.results.record import CellResult, DistanceBin, Group, Record, groups
-from decaybench.results.statistics import wilson
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -35,8 +34,8 @@ _INKS = ("#0072b2", "#d55e00", "#009e73", "#b0578d")  # Okabe and Ito's: colour-
 _MARKERS = ("o", "s", "^", "D")
 _MOST_LAYERS = 6
 _MOST_NUMBERS = 40  # rows or columns of a heat map; with more of them no number could be read
-_FEW = 10  # questions; the share of fewer says next to nothing
-_HOLLOW = f"fewer than {_FEW} questions"
+_FEW = 10  # samples; the share of fewer says next to nothing
+_HOLLOW = f"fewer than {_FEW} samples"
 _STYLE: Any = {  # matplotlib types its keys one by one
     "axes.axisbelow": True,
     "axes.edgecolor": _MUTED,
@@ -82,11 +81,12 @@ def evaluation_figures(record: Record) -> dict[str, Figure]:
     """The figures that a record has data for, by name.
 
     accuracy-length-depth: a heat map a variant, of the cells with a depth. accuracy-length: a line a variant, depths
-    pooled. accuracy-distance: a panel a variant and a line an evaluation length, of the cells with distances.
+    pooled. accuracy-distance: a panel a variant and a line an evaluation length, of the cells with distances; a point
+    is a share of questions, and its interval counts samples (`DistanceBin.share_interval`).
     """
     figures = {}
     with _style():
-        if any(cell.depth is not None for cell in record.cells):
+        if any("depth" in cell.coordinates for cell in record.cells):
             figures["accuracy-length-depth"] = _length_depth(record)
         figures["accuracy-length"] = _length(record)
         if any(cell.by_distance for cell in record.cells):
@@ -119,10 +119,10 @@ def timescale_figure(spectrum: Spectrum) -> Figure:
 
 
 def _length_depth(record: Record) -> Figure:
-    cells = [cell for cell in record.cells if cell.depth is not None]
+    cells = [cell for cell in record.cells if "depth" in cell.coordinates]
     variants = _variants(cells)
     lengths = _lengths(cells)
-    depths = sorted({cell.depth for cell in cells if cell.depth is not None})
+    depths = sorted({cell.coordinates["depth"] for cell in cells})
     wide, high = (0.55, 0.27) if max(len(lengths), len(depths)) <= _MOST_NUMBERS else (0.12, 0.06)
     columns = min(len(variants), max(1, int(7.2 / (wide * len(lengths)))))
     size = (
@@ -132,8 +132,11 @@ def _length_depth(record: Record) -> Figure:
     title = _title(record, variants, "accuracy by length and depth")
     figure, panels = _panels(title, len(variants), columns, size)
     for panel, variant in zip(panels, variants, strict=True):
-        values = {(cell.depth, cell.eval_length): cell.value for cell in cells if cell.variant == variant}
-        grid = np.array([[values.get((depth, length), np.nan) for length in lengths] for depth in depths])
+        here = [cell for cell in cells if cell.variant == variant]
+        values: dict[tuple[float, int], list[float]] = {}
+        for cell in here:
+            values.setdefault((cell.coordinates["depth"], cell.eval_length), []).append(cell.value)
+        grid = np.array([[_mean(values.get((depth, length), [nan])) for length in lengths] for depth in depths])
         _heat_map(figure, panel, grid)
         _name_panel(panel, variant, variants)
         panel.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
@@ -151,7 +154,7 @@ def _length_depth(record: Record) -> Figure:
 def _length(record: Record) -> Figure:
     found = groups(record)
     variants = _variants(record.cells)
-    over = ", mean over depths" if any(cell.depth is not None for cell in record.cells) else ""
+    over = ", mean over depths" if any("depth" in cell.coordinates for cell in record.cells) else ""
     figure, (panel,) = _panels(_title(record, variants, f"accuracy by length{over}"), 1, 1, (6.4, 3.8))
     _length_axis(panel, record)
     _accuracy_axis(panel)
@@ -179,7 +182,7 @@ def _length(record: Record) -> Figure:
             _name_points(panel, points)
     if len(variants) > 1:
         _name_lines(panel, ends, all_lines=len(ends) == len(variants))
-    _mark_training_length(panel, record.train_length)
+    _mark_training_length(panel, record)
     _thin(figure)
     return figure
 
@@ -193,7 +196,7 @@ def _distance(record: Record) -> Figure:
     columns = len(variants) if len(variants) <= 3 else 2
     size = (6.4 if columns == 1 else 8.0, 2.4 * ceil(len(variants) / columns) + 1.4)
     at = f" at length {next(iter(lengths))}" if len(lengths) == 1 else ""
-    title = _title(record, variants, f"accuracy by distance{at}, 95 % intervals")
+    title = _title(record, variants, f"accuracy by distance{at}, 95 % intervals with samples as units")
     figure, panels = _panels(title, len(variants), columns, size)
     inks = _shades(len(lengths))
     for panel, variant in zip(panels, variants, strict=True):
@@ -204,7 +207,7 @@ def _distance(record: Record) -> Figure:
             _distance_line(panel, bins, ink, f"length {lengths[length]}".replace("\n", ", "))
     _octave_axis(panels[0], cells, record.train_length)
     for panel in panels:
-        _mark_training_length(panel, record.train_length)
+        _mark_training_length(panel, record)
     _name_axes(panels, columns, "distance to the answer (tokens)", "accuracy per question")
     handles = panels[0].get_legend_handles_labels()[0] if len(lengths) > 1 else []
     if any(line.get_gid() == _HOLLOW for panel in panels for line in panel.lines):
@@ -349,12 +352,14 @@ def _log2_axis(panel: Axes, ticks: Sequence[int], labels: Sequence[str], low: fl
     panel.set_xlim(low / margin, high * margin)
 
 
-def _mark_training_length(panel: Axes, train_length: int | None) -> None:
+def _mark_training_length(panel: Axes, record: Record) -> None:
+    train_length, longest = record.train_length, record.longest_trained
     if train_length is None:
         return
+    reached = f" ({_tokens_label(longest)} reached)" if longest is not None and longest < train_length else ""
     panel.axvline(train_length, color=_MUTED, linestyle="--", linewidth=1.1, zorder=1, gid="training length")
     panel.annotate(
-        "training length",
+        f"training length{reached}",
         (train_length, 1),
         xycoords=("data", "axes fraction"),
         xytext=(0, 2),
@@ -383,7 +388,7 @@ def _name_points(panel: Axes, points: Sequence[Group]) -> None:
     for length in {group.eval_length for group in points}:
         here = [group for group in points if group.eval_length == length]
         for group, height in zip(here, _apart([group.value for group in here], 0.06), strict=True):
-            name = "" if group.kv is None else f"kv {group.kv}"
+            name = ", ".join(f"{key} {value}" for key, value in group.coordinates.items())
             _beside(panel, (length, height), name, xycoords="data", size=8)
 
 
@@ -414,30 +419,35 @@ def _mean(values: Sequence[float]) -> float:
 
 def _pooled(cells: Iterable[CellResult]) -> list[DistanceBin]:
     """The cells' questions by octave, nearest first."""
-    counts: dict[tuple[int, int], tuple[int, int]] = {}
+    found: dict[int, list[DistanceBin]] = {}
     for cell in cells:
         for part in cell.by_distance:
-            asked, correct = counts.get((part.low, part.high), (0, 0))
-            counts[part.low, part.high] = asked + part.asked, correct + part.correct
+            found.setdefault(part.low, []).append(part)
     return [
-        DistanceBin(low=low, high=high, asked=asked, correct=correct)
-        for (low, high), (asked, correct) in sorted(counts.items())
+        DistanceBin(
+            low=low,
+            high=parts[0].high,
+            samples=sum(part.samples for part in parts),
+            asked=sum(part.asked for part in parts),
+            correct=sum(part.correct for part in parts),
+        )
+        for low, parts in sorted(found.items())
     ]
 
 
 def _distance_line(panel: Axes, bins: Sequence[DistanceBin], ink: Any, name: str) -> None:
-    """Each octave at its geometric middle; one with few questions is hollow. The line joins neighbours only."""
+    """Each octave at its geometric middle; one with few samples is hollow. The line joins neighbours only."""
     look = {"color": ink, "marker": "o", "zorder": 3}
-    intervals = [wilson(part.correct / part.asked, part.asked) for part in bins]
+    intervals = [part.share_interval() for part in bins]
     _intervals(panel, [_point(part)[0] for part in bins], intervals, ink)
-    firm = [part for part in bins if part.asked >= _FEW]
+    firm = [part for part in bins if part.samples >= _FEW]
     line: list[tuple[float, float]] = []
     for place, part in enumerate(firm):
         if place > 0 and firm[place - 1].high != part.low:
             line.append((nan, nan))
         line.append(_point(part))
     panel.plot([x for x, _ in line], [y for _, y in line], label=name, **look)
-    few = [_point(part) for part in bins if part.asked < _FEW]
+    few = [_point(part) for part in bins if part.samples < _FEW]
     if few:
         look |= {"markerfacecolor": "white", "linestyle": "none", "gid": _HOLLOW}
         panel.plot([x for x, _ in few], [y for _, y in few], **look)

@@ -74,6 +74,7 @@ def _iclr24(length: int, kv: int, batch: int) -> Preset:
                 "schedule": "cosine-by-epoch",
                 "warmup": 0,
                 "betas": [0.9, 0.999],
+                "clip": None,
             },
             "evaluation": {"lengths": [str(length)], "samples": 3000, "pairs": [[length, kv]]},
         },
@@ -101,6 +102,7 @@ _BASED = Preset(
             "schedule": "cosine-by-epoch",
             "warmup": 0,
             "betas": [0.9, 0.999],
+            "clip": None,
         },
         "evaluation": {
             "samples": 1000,

@@ -10,22 +10,21 @@ from typing import Any
 
 import torch
 
+from decaybench.core.config import parse
 from decaybench.core.errors import RunError, UserError
-from decaybench.harness.config import RunConfig, make_config, read_run_config
+from decaybench.harness.config import HARNESS_VERSION, RunConfig, evaluation_cells, make_config, read_run_config
 from decaybench.harness.environment import environment, peak_memory, resolve_device
 from decaybench.harness.evaluation import Evaluated, evaluate
+from decaybench.harness.model_info import model_info
 from decaybench.harness.plots import draw_evaluation, draw_timescales
 from decaybench.harness.progress import Progress
 from decaybench.harness.spectra import Spectrum, model_spectrum
 from decaybench.harness.training import train
 from decaybench.models.checkpoints import Checkpoint, find_checkpoint
 from decaybench.models.language_model import LanguageModel, resolve_backend
-from decaybench.models.module import takes_weight_decay
 from decaybench.results.record import (
     CheckpointInfo,
     Cost,
-    ModelInfo,
-    ParameterCounts,
     Record,
     TaskInfo,
     TrainingInfo,
@@ -48,7 +47,8 @@ class Outcome:
 def run(config: RunConfig | Mapping[str, Any], *, force: bool = False, quiet: bool = True) -> Record:
     """Carry out a run and return its record; what its folder holds already is not done again.
 
-    config: a RunConfig, or plain data for one. force: start anew. quiet: no progress on stderr.
+    config: a RunConfig, or plain data for one; with a checkpoint, the model, the seed and the training length are the
+    checkpoint's, whatever else is said there. force: start anew. quiet: no progress on stderr.
     Raises UserError on wrong input, RunError where the work can't be finished.
     """
     return carry_out(
@@ -75,10 +75,14 @@ def _memory() -> Iterator[None]:
 def carry_out(config: RunConfig, *, force: bool = False, progress: Progress) -> Outcome:
     """`run`, and where its results lie."""
     device = resolve_device(config.device)
-    checkpoint = None
+    checkpoint, train_length = None, None
     if config.checkpoint is not None:
         checkpoint = find_checkpoint(Path(config.checkpoint))
-        config = _with_model_of(checkpoint, config)
+        config, train_length = _with_model_of(checkpoint, config), checkpoint.train_length
+    else:
+        train_length = config.task.train_length
+    task = make_task(config.task)
+    cells = evaluation_cells(task, config.evaluation, train_length)
     backend, why = resolve_backend(config.backend, config.model.name)
     folder = RunFolder.open(config.folder(checkpoint.sha256 if checkpoint else config.training_hash), force=force)
     evaluation = folder.evaluation(config.evaluation_hash[:12])
@@ -88,13 +92,15 @@ def carry_out(config: RunConfig, *, force: bool = False, progress: Progress) -> 
             return Outcome(_kept_record(evaluation), folder, evaluation)
         _keep_config(config, folder)
         progress.say(f"{config.task.name} {config.model.cell} on {device}; backend {backend} ({why}); {folder.path}")
+        for remark in task.remarks(cells):
+            progress.say(remark)
         if checkpoint:
             model, training, seconds = checkpoint.model(device=device, backend=backend), None, None
         else:
             model, training, seconds = train(config, folder, device=device, backend=backend, progress=progress)
         model.eval()
-        found = evaluate(model, config, evaluation, device=device, progress=progress)
-        spectrum = model_spectrum(model, config.seed, None if checkpoint else config.task.train_length)
+        found = evaluate(model, config, evaluation, train_length=train_length, device=device, progress=progress)
+        spectrum = model_spectrum(model, config.seed, train_length)
         record = _record(config, model, training, checkpoint, found, spectrum, device, seconds)
         _draw(record, spectrum, evaluation.figures)
         evaluation.write_record(record)
@@ -112,7 +118,10 @@ def _with_model_of(checkpoint: Checkpoint, config: RunConfig) -> RunConfig:
         raise UserError(
             f"checkpoint {checkpoint.folder} has a vocabulary of {has} tokens; task {config.task.name} needs {wanted}"
         )
-    return config.model_copy(update={"model": checkpoint.config, "seed": checkpoint.facts["seed"]})
+    task = config.task
+    if checkpoint.train_length is not None:
+        task = parse(type(task), {**task.plain(), "train_length": checkpoint.train_length}, "task")
+    return config.model_copy(update={"model": checkpoint.config, "seed": checkpoint.facts["seed"], "task": task})
 
 
 def _keep_config(config: RunConfig, folder: RunFolder) -> None:
@@ -148,6 +157,7 @@ def _record(
 ) -> Record:
     task = make_task(config.task)
     content = {
+        "harness_version": HARNESS_VERSION,
         "task": TaskInfo(
             name=task.name,
             version=task.version,
@@ -158,7 +168,7 @@ def _record(
         ),
         "model": model_info(model, config.task.train_length),
         "training": training,
-        "checkpoint": CheckpointInfo(source=str(checkpoint.folder), sha256=checkpoint.sha256) if checkpoint else None,
+        "checkpoint": _checkpoint_info(checkpoint) if checkpoint else None,
         "seed": config.seed,
         "cells": found.cells,
         "spectrum": spectrum.info(),
@@ -167,7 +177,7 @@ def _record(
             train_seconds=train_seconds,
             evaluation_seconds=found.seconds,
             train_tokens_per_second=training.tokens / train_seconds if training and train_seconds else None,
-            evaluation_tokens_per_second=found.tokens / found.seconds,
+            evaluation_tokens_per_second=found.tokens / found.seconds if found.tokens and found.seconds else None,
             peak_memory_bytes=peak_memory(device),
         ),
         "comparable_to": None,
@@ -175,27 +185,12 @@ def _record(
     return seal({key: value for key, value in content.items() if value is not None or key == "comparable_to"})
 
 
-def model_info(model: LanguageModel, length: int) -> ModelInfo:
-    """What a record says of a model; its state is counted from a real cache after `length` tokens."""
-    config = model.config
-    decays = takes_weight_decay(model)
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    tokens = torch.zeros(1, length, dtype=torch.long, device=model.embedding.weight.device)
-    with torch.no_grad():
-        state = model.prefill(tokens).state
-    assert state is not None
-    return ModelInfo(
-        cell=config.cell,
-        architecture=config.name,
-        addons=config.addons,
-        config=config.plain(),
-        parameters=ParameterCounts(
-            total=sum(sizes.values()),
-            embedding=sum(size for name, size in sizes.items() if name.startswith(("embedding.", "head."))),
-            not_decayed=sum(size for name, size in sizes.items() if not decays.get(name, False)),
-        ),
-        state_elements=state.elements(),
-        backend=model.backend,
+def _checkpoint_info(checkpoint: Checkpoint) -> CheckpointInfo:
+    return CheckpointInfo(
+        source=str(checkpoint.folder),
+        sha256=checkpoint.sha256,
+        train_length=checkpoint.train_length,
+        longest_trained=checkpoint.longest_trained,
     )
 
 

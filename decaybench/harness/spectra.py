@@ -113,7 +113,7 @@ def spectrum(path: str | Path) -> Spectrum:
     """
     checkpoint = find_checkpoint(Path(path))
     run = run_config_of(checkpoint)
-    train_length = run.task.train_length if run else None
+    train_length = run.task.train_length if run else checkpoint.train_length
     found = model_spectrum(checkpoint.model(), int(checkpoint.facts["seed"]), train_length)
     if not found.layers:
         raise UserError(f"{found.cell} has no decays, so no spectrum")

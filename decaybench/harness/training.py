@@ -39,6 +39,7 @@ from decaybench.tasks.registry import make_task
 
 _OPTIMISER_FILE = "optimiser.safetensors"
 _LOG_EVERY = 50
+_SAVING_SHARE = 20  # checkpoints are at least so many times as far apart as writing one takes
 _MEMORY = 0.98  # of the loss and accuracy that are shown and recorded: about the last fifty batches
 
 
@@ -64,6 +65,7 @@ class _Work:
     optimiser: torch.optim.Optimizer
     plan: Plan
     averages: _Averages
+    batches: list[int]  # by stage, trained on so far
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -74,7 +76,8 @@ def train(
 ) -> tuple[LanguageModel, TrainingInfo, float]:
     """Train the model of `config` in `folder`, or go on where a run before stopped, or load its finished weights.
 
-    Returns the model, what the record says of its training, and the seconds that training took in all.
+    Returns the model, what the record says of its training, and the seconds that training took in all. Says so where
+    training ended before a sequence of train_length was reached.
     Raises UserError on a damaged folder, RunError when training diverges or the disk is full, and
     InterruptedRunError on Ctrl-C.
     """
@@ -83,6 +86,7 @@ def train(
     stages = make_task(config.task).stages()
     if work.step < work.plan.total_steps:
         _train_on(work, config, stages, folder, device, progress)
+    _say_what_was_not_reached(work, config, stages, progress)
     return work.model, _info(work, config, stages), work.seconds
 
 
@@ -143,27 +147,23 @@ def _start(config: RunConfig, device: str, backend: str) -> _Work:
         eps=training.eps,
         fused=True,
     )
-    plan = make_plan(make_task(config.task).stages(), training, config.seed)
-    return _Work(model, optimiser, plan, _Averages())
+    stages = make_task(config.task).stages()
+    return _Work(model, optimiser, make_plan(stages, training, config.seed), _Averages(), [0] * len(stages))
 
 
 def _train_on(
     work: _Work, config: RunConfig, stages: Sequence[Stage], folder: RunFolder, device: str, progress: Progress
 ) -> None:
     task, total = make_task(config.task), work.plan.total_steps
-    started, saved = time.monotonic() - work.seconds, time.monotonic()
+    started, saved, saving = time.monotonic() - work.seconds, time.monotonic(), 0.0
     with Stop() as stop, progress.bar("training", total, work.step) as show:
         while work.step < total:
             number, indices = work.plan.next(work.step)
             batch = task.batch(stages[number].shape, "train", config.seed, indices)
             loss, accuracy = _one_step(work, config.training, batch, device)
-            if not math.isfinite(loss):
-                raise RunError(
-                    f"training diverged at step {work.step}: the loss is {loss}; "
-                    f"try a learning rate below training.learning_rate={config.training.learning_rate:g}"
-                )
             moved = work.plan.saw(work.step, number, accuracy)
             work.averages.saw(loss, accuracy)
+            work.batches[number] += 1
             work.step += 1
             work.tokens += batch.tokens.size
             work.seconds = time.monotonic() - started
@@ -171,11 +171,19 @@ def _train_on(
             show(work.step, f"loss {work.averages.loss:.3f}  accuracy {work.averages.accuracy:.3f}  {_name(shape)}")
             if moved or work.step % _LOG_EVERY == 0 or work.step == total:
                 folder.log(_event(work, config.training, loss, accuracy, _name(shape)))
-            due = time.monotonic() - saved > config.checkpoint_seconds
+            began = time.monotonic()
+            due = began - saved > _seconds_between_checkpoints(config, saving)
             if due or stop.wanted or work.step == total:
-                _save(work, config, folder)
+                _save(work, config, stages, folder)
                 saved = time.monotonic()
+                saving = saved - began
             stop.raise_if_wanted(f"training stopped at step {work.step} of {total}")
+
+
+def _seconds_between_checkpoints(config: RunConfig, saving: float) -> float:
+    """saving: seconds that the last one took. checkpoint_seconds=0 asks for one after every step, and gets it."""
+    asked = config.checkpoint_seconds
+    return max(asked, _SAVING_SHARE * saving) if asked else 0.0
 
 
 def _one_step(work: _Work, config: TrainingConfig, batch: Batch, device: str) -> tuple[float, float]:
@@ -187,12 +195,20 @@ def _one_step(work: _Work, config: TrainingConfig, batch: Batch, device: str) ->
         loss, hits = loss_and_hits(work.model, tokens, labels)
     work.optimiser.zero_grad(set_to_none=True)
     loss.backward()  # type: ignore[no-untyped-call]
-    torch.nn.utils.clip_grad_norm_(work.model.parameters(), config.clip)
+    norm = torch.nn.utils.clip_grad_norm_(work.model.parameters(), config.clip or math.inf)
+    # One wait for the device, and before the step: weights that are not numbers must never reach a checkpoint.
+    nats, accuracy, norm_found = torch.stack([loss.detach(), hits.float().mean(), norm]).tolist()
+    for what, number in (("loss", nats), ("gradient's norm", norm_found)):
+        if not math.isfinite(number):
+            raise RunError(
+                f"training diverged at step {work.step}: the {what} is {number}; "
+                f"try a learning rate below training.learning_rate={config.learning_rate:g}"
+            )
     work.optimiser.step()
-    return float(loss.detach()), float(hits.float().mean())
+    return nats, accuracy
 
 
-def _save(work: _Work, config: RunConfig, folder: RunFolder) -> Checkpoint:
+def _save(work: _Work, config: RunConfig, stages: Sequence[Stage], folder: RunFolder) -> Checkpoint:
     names = [name for name, parameter in work.model.named_parameters() if parameter.requires_grad]
     parameters = dict(work.model.named_parameters())
     averages = {
@@ -208,6 +224,9 @@ def _save(work: _Work, config: RunConfig, folder: RunFolder) -> Checkpoint:
         "plan": work.plan.state(),
         "loss": work.averages.loss,
         "accuracy": work.averages.accuracy,
+        "batches": work.batches,
+        "train_length": config.task.train_length,
+        "longest_trained": _longest_trained(work, stages),
         "training_hash": config.training_hash,
     }
     path = folder.checkpoint / f"step-{work.step:08d}"
@@ -232,9 +251,14 @@ def _resume(work: _Work, config: RunConfig, folder: RunFolder, progress: Progres
         name, _, part = key.rpartition("/")
         work.optimiser.state[parameters[name]][part] = value.to(parameters[name].device)
     facts = found.facts
-    work.step, work.tokens, work.seconds = facts["step"], facts["tokens"], facts["seconds"]
-    work.averages = _Averages(facts["loss"], facts["accuracy"])
-    work.plan.restore(facts["plan"])
+    try:
+        work.step, work.tokens, work.seconds = facts["step"], facts["tokens"], facts["seconds"]
+        work.averages, work.batches = _Averages(facts["loss"], facts["accuracy"]), list(facts["batches"])
+        work.plan.restore(facts["plan"])
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"checkpoint {found.folder} can't be gone on from: facts.json lacks {error}; --force starts this run anew"
+        ) from None
     if work.step < work.plan.total_steps:
         progress.say(f"going on from step {work.step} of {work.plan.total_steps}")
 
@@ -263,6 +287,7 @@ def _info(work: _Work, config: RunConfig, stages: Sequence[Stage]) -> TrainingIn
         training_hash=config.training_hash,
         seed=config.seed,
         train_length=config.task.train_length,
+        longest_trained=_longest_trained(work, stages),
         steps=work.step,
         tokens=work.tokens,
         optimizer="AdamW",
@@ -270,8 +295,26 @@ def _info(work: _Work, config: RunConfig, stages: Sequence[Stage]) -> TrainingIn
         final_loss=work.averages.loss or 0.0,
         final_accuracy=work.averages.accuracy,
         stages=tuple(
-            StageInfo(shape=stage.shape.plain(), step=step) for stage, step in zip(stages, mastered, strict=True)
+            StageInfo(shape=stage.shape.plain(), batches=batches, step=step)
+            for stage, batches, step in zip(stages, work.batches, mastered, strict=True)
         ),
+    )
+
+
+def _longest_trained(work: _Work, stages: Sequence[Stage]) -> int:
+    """The longest sequence trained on so far, tokens."""
+    return max(stage.shape.length for stage, batches in zip(stages, work.batches, strict=True) if batches)
+
+
+def _say_what_was_not_reached(work: _Work, config: RunConfig, stages: Sequence[Stage], progress: Progress) -> None:
+    longest, wanted = _longest_trained(work, stages), config.task.train_length
+    if longest >= wanted:
+        return
+    missed = [_name(stage.shape) for stage, batches in zip(stages, work.batches, strict=True) if not batches]
+    never = f"never reached: {'; '.join(missed)}" if missed else "no stage is longer"
+    progress.note(
+        f"the longest sequence trained on has {longest} tokens, not task.train_length={wanted}, which lengths like 2x "
+        f"are multiples of; {never}"
     )
 
 

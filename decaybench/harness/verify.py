@@ -2,53 +2,97 @@
 
 What a record claims besides its answers is a function of its configurations, so it is computed again from them. The
 answers themselves are checked against the run's samples where they are at hand.
+
+Not checked, because nothing here can: that the answers are those of the weights that the record names (the weights'
+sha256, a checkpoint's own claims of its training length), the training's loss, accuracy and the steps at which stages
+were mastered, the spectrum, the environment, the cost, and what the git revision held. Of an architecture that isn't
+installed neither the add-ons nor the parameters nor the state; and the state of one that can't run without values (on
+PyTorch's meta device) only up to 5 million parameters.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from decaybench.core.config import parse
 from decaybench.core.errors import UserError
 from decaybench.core.files import read_json
-from decaybench.harness.config import parse_length, training_hash
-from decaybench.harness.evaluation import Question, cell_result, questions, sample_line, update_digest
+from decaybench.harness.config import HARNESS_VERSION, TrainingConfig, evaluation_cells, training_hash
+from decaybench.harness.evaluation import (
+    Question,
+    cell_result,
+    is_own,
+    questions,
+    sample_line,
+    update_digest,
+)
+from decaybench.harness.model_info import parameter_counts, state_elements
+from decaybench.harness.plans import make_plan, samples_a_batch
 from decaybench.models.config import ModelConfig
+from decaybench.models.language_model import LanguageModel, build_model
 from decaybench.models.registry import architectures
 from decaybench.results.leaderboard import add_record, check_leaderboard, read_leaderboard
-from decaybench.results.record import CellResult, Record, check_counts, data_hash, read_record
+from decaybench.results.record import CellResult, Record, TrainingInfo, check_counts, data_hash, read_record
 from decaybench.results.run_folder import EvaluationFolder, SampleLine
 from decaybench.tasks.base import Cell, Task
-from decaybench.tasks.registry import get_task, make_task
+from decaybench.tasks.registry import get_task
 
 _BLOCK_TOKENS = 2**20
+_SMALL = 5_000_000  # parameters of a model that may be built only to count its state
+
+
+class OtherVersionError(UserError):
+    """A record of another version of its task or of the harness: what it claims can't be recomputed here."""
+
+    def __init__(self, what: str, theirs: int, ours: int) -> None:
+        super().__init__(f"not recomputable here ({what} version {theirs}; here {ours})")
+
+
+class Validated(NamedTuple):
+    """How many records recompute, and for each other one why it can't be recomputed here."""
+
+    valid: int
+    not_recomputable: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if not self.not_recomputable:
+            return f"{self.valid} entries, all valid"
+        others = [f"{count} {why}" for why, count in Counter(self.not_recomputable).items()]
+        return "; ".join([f"{self.valid} entries valid", *others])
 
 
 def verify(record: Record, folder: EvaluationFolder | None = None) -> None:
     """Recompute a record. Raises UserError on the first thing that doesn't recompute.
 
     Without `folder`: every cell's statistics from its counts; all else of the cells and the hash of the data from the
-    task itself; the training's hash from the configurations. With it, also every sample's line against the task's own
-    answer, and every count from the lines.
+    task itself; the model's sizes from its configuration; the training's hash, stages, steps and tokens from the
+    configurations. With it, also every sample's line against the task's own answer, and every count from the lines.
+    Raises OtherVersionError, after the counts, where the rest can't be recomputed by this version.
     """
     check_counts(record)
     entry = get_task(record.task.name)
-    if record.task.version != entry.task.version:
-        raise UserError(
-            f"task {record.task.name} has version {record.task.version} in the record and {entry.task.version} here"
-        )
+    for what, theirs, ours in (
+        (f"task {record.task.name}", record.task.version, entry.task.version),
+        ("harness", record.harness_version, HARNESS_VERSION),
+    ):
+        if theirs != ours:
+            raise OtherVersionError(what, theirs, ours)
     if record.task.metric != entry.task.metric:
         raise UserError(f"task {record.task.name} is scored by {entry.task.metric}, not by {record.task.metric}")
-    _check_claims(record)
     config = parse(entry.config, record.task.config, "task")
     evaluation = parse(entry.evaluation, record.task.evaluation, "evaluation")
     task = entry.task(config)
-    cells = task.cells(evaluation, [parse_length(text, config.train_length) for text in evaluation.lengths])
+    _check_origin(record, task)
+    _check_model(record, config.train_length)
+    if record.comparable_to is not None:
+        raise UserError(f"comparable_to is {record.comparable_to!r}, but nothing here checks that protocol")
+    cells = evaluation_cells(task, evaluation, record.train_length)
     _same_cells(record, cells)
     hashes = []
     for cell, result in zip(cells, record.cells, strict=True):
@@ -61,7 +105,7 @@ def verify(record: Record, folder: EvaluationFolder | None = None) -> None:
             batch = task.batch(cell.shape, "test", evaluation.seed, indices)
             update_digest(digest, batch)
             known += questions(task, cell, evaluation.seed, batch, indices)
-        _check_cell(task, cell, result, known, lines, config.train_length)
+        _check_cell(task, cell, result, known, lines, record.train_length)
         hashes.append((cell.name, digest.hexdigest()))
     if data_hash(hashes) != record.task.data_hash:
         raise UserError(f"task {record.task.name}: data_hash is not that of the task's samples")
@@ -79,20 +123,27 @@ def add_to_leaderboard(file: Path, runs: Sequence[Path]) -> Iterator[tuple[Path,
         yield folder.record_path, add_record(file, record)
 
 
-def validate_file(file: Path) -> int:
-    """Verify every record of a leaderboard, or the one record in the file. Returns how many there are."""
+def validate_file(file: Path) -> Validated:
+    """Verify every record of a leaderboard, or the one record in the file. Raises UserError on the first fault.
+
+    Of a record of another version of its task or of the harness, schema, id and counts alone are checked.
+    """
     content = read_json(file)
     if isinstance(content, dict) and "record_id" in content:
-        verify(read_record(file))
-        return 1
-    check_leaderboard(file)
-    records = read_leaderboard(file)
-    for number, record in enumerate(records):
+        found = {str(file): read_record(file)}
+    else:
+        check_leaderboard(file)
+        records = enumerate(read_leaderboard(file))
+        found = {f"{file}: entry {number} ({record.record_id[:12]})": record for number, record in records}
+    others = []
+    for where, record in found.items():
         try:
             verify(record)
+        except OtherVersionError as error:
+            others.append(str(error))
         except UserError as error:
-            raise UserError(f"{file}: entry {number} ({record.record_id[:12]}): {error}") from None
-    return len(records)
+            raise UserError(f"{where}: {error}") from None
+    return Validated(len(found) - len(others), tuple(others))
 
 
 def _evaluations(run: Path) -> list[EvaluationFolder]:
@@ -119,37 +170,94 @@ def _same_cells(record: Record, cells: Sequence[Cell]) -> None:
             raise UserError(f"cell {cell.name!r}: n is {cell.n}, but evaluation.samples is {samples}")
 
 
-def _check_claims(record: Record) -> None:
-    """What a record says twice, it must say alike; and its training's hash must be that of its configurations."""
-    model, training = record.model, record.training
-    if model.architecture in architectures():  # another package's may not be installed here
-        config = parse(ModelConfig, model.config, "model")
-        if (model.cell, model.architecture, model.addons) != (config.cell, config.name, config.addons):
-            raise UserError(f"model.cell is {model.cell!r}, but the model's configuration is that of {config.cell!r}")
-    if record.comparable_to is not None:
-        raise UserError(f"comparable_to is {record.comparable_to!r}, but nothing here checks that protocol")
-    if training is None:
-        return
-    told = {
-        "seed": (record.seed, training.seed),
-        "training.train_length": (training.train_length, record.task.config.get("train_length")),
-        "training.learning_rate": (training.learning_rate, training.config.get("learning_rate")),
-    }
-    for key, (said, expected) in told.items():
+def _same(claims: Mapping[str, tuple[Any, Any]]) -> None:
+    """claims: by name what a record says, and what follows from the rest of it."""
+    for name, (said, expected) in claims.items():
         if said != expected:
-            raise UserError(f"{key} is {said!r}, but elsewhere in the record it is {expected!r}")
-    task = parse(get_task(record.task.name).config, record.task.config, "task")
-    found = training_hash(
-        model.config,
-        make_task(task),
-        training.config,
-        training.seed,
+            raise UserError(f"{name} is {said!r}, but by the rest of the record it is {expected!r}")
+
+
+def _check_origin(record: Record, task: Task[Any, Any, Any]) -> None:
+    """What is said of the training, or of the checkpoint, as far as it follows from the configurations."""
+    T = task.config.train_length
+    if record.checkpoint is not None and record.checkpoint.train_length is not None:
+        _same({"checkpoint.train_length": (record.checkpoint.train_length, T)})
+    longest = record.longest_trained
+    if longest is not None and record.train_length is not None and longest > record.train_length:
+        raise UserError(f"longest_trained is {longest}, longer than train_length={record.train_length}")
+    if record.training is None:
+        return
+    _check_training(record, record.training, task)
+
+
+def _check_training(record: Record, training: TrainingInfo, task: Task[Any, Any, Any]) -> None:
+    _same(
+        {
+            "seed": (record.seed, training.seed),
+            "training.train_length": (training.train_length, task.config.train_length),
+            "training.learning_rate": (training.learning_rate, training.config.get("learning_rate")),
+        }
     )
+    found = training_hash(record.model.config, task, training.config, training.seed, record.harness_version)
     if training.training_hash != found:
         raise UserError(
             f"training_hash is {training.training_hash[:12]}, but the record's model, task, training and seed have "
-            f"{found[:12]}: changed, or trained by another version of decaybench"
+            f"{found[:12]}"
         )
+    config = parse(TrainingConfig, training.config, "training")
+    stages = task.stages()
+    _same({"training.stages": ([stage.shape for stage in training.stages], [stage.shape.plain() for stage in stages])})
+    counted = [(stage.shape.length, stage, said.batches) for stage, said in zip(stages, training.stages, strict=True)]
+    _same(
+        {
+            "training.steps": (training.steps, make_plan(stages, config, training.seed).total_steps),
+            "the sum of training.stages.*.batches": (sum(batches for *_, batches in counted), training.steps),
+            "training.longest_trained": (
+                training.longest_trained,
+                max((length for length, _, batches in counted if batches), default=0),
+            ),
+        }
+    )
+    most = sum(length * batches * samples_a_batch(stage, config) for length, stage, batches in counted)
+    # With plan epochs the last batch of a set may be a smaller one.
+    if training.tokens > most or (config.plan == "mastery" and training.tokens < most):
+        raise UserError(f"training.tokens is {training.tokens}, but its stages' batches have {most}")
+
+
+def _check_model(record: Record, length: int) -> None:
+    """length: tokens after which the state is counted."""
+    said = record.model
+    _same(
+        {
+            "model.cell": (said.cell, "+".join([said.architecture, *said.addons])),
+            "model.architecture": (said.architecture, said.config.get("name")),
+        }
+    )
+    architecture = architectures().get(said.architecture)
+    if architecture is None:  # another package's, not installed here
+        return
+    config = parse(ModelConfig, said.config, "model")
+    _same({"model.addons": (said.addons, config.addons)})
+    if said.backend not in architecture.backends:
+        raise UserError(
+            f"model.backend is {said.backend!r}; {said.architecture} has {', '.join(architecture.backends)}"
+        )
+    backend = "torch" if "torch" in architecture.backends else said.backend
+    model = build_model(config, device="meta", backend=backend)
+    _same({"model.parameters": (said.parameters.plain(), parameter_counts(model).plain())})
+    state = _state_elements(model, length)
+    if state is not None:
+        _same({"model.state_elements": (said.state_elements, state)})
+
+
+def _state_elements(model: LanguageModel, length: int) -> tuple[int, ...] | None:
+    """`state_elements` of a model on the meta device; None where that can't be known."""
+    try:
+        return state_elements(model, length)
+    except (NotImplementedError, RuntimeError, TypeError):  # it needs values
+        if sum(value.numel() for value in model.parameters()) > _SMALL:
+            return None
+        return state_elements(build_model(model.config, backend=model.backend), length)
 
 
 def _check_cell(
@@ -158,7 +266,7 @@ def _check_cell(
     result: CellResult,
     known: Sequence[Question],
     lines: Sequence[SampleLine] | None,
-    train_length: int,
+    train_length: int | None,
 ) -> None:
     """A cell against what its samples are (known), and against the answers in the run's samples (lines) if given."""
     if lines is None:
@@ -168,7 +276,7 @@ def _check_cell(
             raise UserError(f"cell {cell.name!r}: {_difference(_facts(result, answers=False), expected)}")
         return
     for number, (line, question) in enumerate(zip(lines, known, strict=True)):
-        if line != sample_line(task, number, question, line.answer):
+        if line.index != number or not is_own(task, question, line):
             raise UserError(f"cell {cell.name!r}: sample {number} is not the task's own")
     expected = _facts(cell_result(task, cell, lines, train_length))
     if _facts(result) != expected:

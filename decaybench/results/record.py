@@ -12,7 +12,6 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -20,6 +19,8 @@ from pydantic import (
     AfterValidator,
     Field,
     SerializerFunctionWrapHandler,
+    StrictFloat,
+    StrictInt,
     field_validator,
     model_serializer,
     model_validator,
@@ -30,7 +31,7 @@ from decaybench.core.errors import UserError
 from decaybench.core.files import read_json, readable_json
 from decaybench.core.hashing import canonical_json, digest
 from decaybench.core.scoring import Metric
-from decaybench.results.statistics import Interval, cell_statistics, octave
+from decaybench.results.statistics import Interval, cell_statistics, octave, wilson
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,6 +47,7 @@ def _json_able(content: dict[str, Any]) -> dict[str, Any]:
 JsonObject = Annotated[dict[str, Any], AfterValidator(_json_able)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
+Coordinates = dict[str, StrictInt | StrictFloat]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
@@ -72,7 +74,7 @@ class TaskInfo(Part):
 class ParameterCounts(Part):
     """How large the model is, parameters."""
 
-    total: Count = Field(description="all trainable parameters; tied weights count once")
+    trainable: Count = Field(description="all trainable parameters; tied weights count once, frozen ones not at all")
     embedding: Count = Field(description="of these, in embeddings and an untied head")
     not_decayed: Count = Field(description="of these, without weight decay in training")
 
@@ -86,7 +88,7 @@ class ModelInfo(Part):
     config: JsonObject = Field(description="the resolved model configuration, each add-on with every option")
     parameters: ParameterCounts = Field(description="parameter counts")
     state_elements: tuple[Count, ...] = Field(
-        description="numbers in each layer's state after train_length tokens, counted"
+        description="numbers in each layer's state after task.config.train_length tokens, counted"
     )
     backend: str = Field(description="the kernels that ran: torch, fla, mamba_ssm")
 
@@ -95,6 +97,7 @@ class StageInfo(Part):
     """One stage of the curriculum."""
 
     shape: JsonObject = Field(description="what the stage's samples look like")
+    batches: Count = Field(description="batches trained on; 0: the stage was never reached")
     step: Count | None = Field(default=None, description="training step at which it was mastered; absent: never")
 
 
@@ -104,7 +107,8 @@ class TrainingInfo(Part):
     config: JsonObject = Field(description="the resolved training configuration")
     training_hash: str = Field(description="hash of all that the trained weights are a function of")
     seed: Count = Field(description="seed of initial weights and training data")
-    train_length: int = Field(ge=1, description="longest training length, tokens")
+    train_length: int = Field(ge=1, description="the task's training length, of which ratios are multiples, tokens")
+    longest_trained: int = Field(ge=1, description="longest sequence really trained on, tokens")
     steps: Count = Field(description="optimiser steps")
     tokens: Count = Field(description="tokens trained on")
     optimizer: str = Field(description="the optimiser's name")
@@ -119,6 +123,12 @@ class CheckpointInfo(Part):
 
     source: str = Field(description="the name that the user gave: its last two path parts")
     sha256: Sha256 = Field(description="sha256 of the weights' file")
+    train_length: int | None = Field(
+        default=None, ge=1, description="the training length that the checkpoint states, tokens; absent: it states none"
+    )
+    longest_trained: int | None = Field(
+        default=None, ge=1, description="longest sequence trained on, as it states, tokens; absent: it states none"
+    )
 
     @field_validator("source")
     @classmethod
@@ -135,12 +145,24 @@ class RealTokens(Part):
 
 
 class DistanceBin(Part):
-    """Questions whose answer was written between `low` and `high` tokens before they were asked."""
+    """Questions whose answer was written between `low` and `high` tokens before they were asked.
+
+    The questions of one sample aren't independent, so an interval for a bin (`share_interval`) counts samples.
+    """
 
     low: int = Field(ge=1, description="shortest distance, tokens; a power of two")
     high: int = Field(ge=2, description="first distance beyond the bin, tokens: twice `low`")
+    samples: int = Field(ge=1, description="samples with a question in the bin")
     asked: int = Field(ge=1, description="questions asked")
     correct: Count = Field(description="questions answered correctly")
+
+    def share_interval(self) -> Interval:
+        """95 % interval of correct / asked: Wilson's with a sample as one coin toss, however many questions it has.
+
+        That is the interval for questions that share their sample's fate; it is too wide where they don't, and
+        Wilson's over questions would be too narrow wherever they do.
+        """
+        return wilson(self.correct / self.asked, self.samples)
 
 
 class CellResult(Part):
@@ -150,8 +172,10 @@ class CellResult(Part):
     variant: str = Field(description="the task's variant that the cell belongs to")
     eval_length: int = Field(ge=1, description="evaluation length, tokens")
     ratio: float | None = Field(default=None, gt=0, description="eval_length / train_length; absent: not known")
-    depth: float | None = Field(default=None, ge=0, le=1, description="depth asked for: 0 = start, 1 = end")
-    kv: int | None = Field(default=None, ge=1, description="key-value pairs a sample")
+    coordinates: Coordinates = Field(
+        default_factory=dict,
+        description="where the cell lies besides variant and length, by name: depth (0 = start, 1 = end), kv, ...",
+    )
     n: int = Field(ge=1, description="samples")
     real_tokens: RealTokens = Field(description="true sample lengths, tokens")
     realised_depth: float | None = Field(default=None, ge=0, le=1, description="mean depth found in the samples, 0..1")
@@ -223,9 +247,13 @@ class Cost(Part):
     """What it took."""
 
     train_seconds: Seconds | None = Field(default=None, description="wall time of training, s")
-    evaluation_seconds: Seconds = Field(description="wall time of evaluation, s")
+    evaluation_seconds: Seconds = Field(
+        description="wall time of evaluation in the process that finished it, s; not of those that were stopped before"
+    )
     train_tokens_per_second: float | None = Field(default=None, ge=0, description="training speed, tokens/s")
-    evaluation_tokens_per_second: float = Field(ge=0, description="evaluation speed, tokens/s")
+    evaluation_tokens_per_second: float | None = Field(
+        default=None, ge=0, description="evaluation speed of that process, tokens/s; absent: it computed no sample"
+    )
     peak_memory_bytes: Count = Field(description="peak memory of the device, or of the process on a CPU, bytes")
 
 
@@ -234,6 +262,7 @@ class Record(Part):
 
     schema_version: Literal[1] = Field(description="version of this schema")
     record_id: Sha256 = Field(description="sha256 of the canonical JSON of all other fields")
+    harness_version: int = Field(ge=1, description="version of the rules by which runs are trained and evaluated")
     task: TaskInfo = Field(description="what was asked")
     model: ModelInfo = Field(description="what was measured")
     training: TrainingInfo | None = Field(default=None, description="how it was trained; absent: a given checkpoint")
@@ -257,39 +286,45 @@ class Record(Part):
 
     @property
     def train_length(self) -> int | None:
-        """Longest training length, tokens; None for a given checkpoint."""
-        return self.training.train_length if self.training else None
+        """The training length that ratios are multiples of, tokens; None for a checkpoint that doesn't state it."""
+        return self._origin.train_length
+
+    @property
+    def longest_trained(self) -> int | None:
+        """The longest sequence really trained on, tokens; None for a checkpoint that doesn't state it."""
+        return self._origin.longest_trained
+
+    @property
+    def _origin(self) -> TrainingInfo | CheckpointInfo:
+        origin = self.training or self.checkpoint
+        assert origin is not None
+        return origin
 
     def to_json(self) -> str:
         """The record's file: indented JSON with each list of counts on one line."""
         return readable_json(self.plain()) + "\n"
 
     def __rich__(self) -> Table:
-        from rich.table import Table
+        from decaybench.results.tables import record_table
 
-        table = Table(title=_title(self), title_justify="left", caption=_caption(self), caption_justify="left")
-        for heading in _headings(self):
-            table.add_column(heading, justify="left" if heading == "variant" else "right")
-        for row in _rows(self):
-            table.add_row(*row)
-        return table
+        return record_table(self)
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{escape(heading)}</th>" for heading in _headings(self))
-        lines = ["<tr>" + "".join(f"<td>{escape(entry)}</td>" for entry in row) + "</tr>" for row in _rows(self)]
-        return (
-            f"<table><caption>{escape(_title(self))}<br>{escape(_caption(self))}</caption>"
-            f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-        )
+        from decaybench.results.tables import record_html
+
+        return record_html(self)
 
 
 class Group(NamedTuple):
-    """The cells of one variant, length and number of pairs, put together: the mean over depths."""
+    """The cells of one variant, length and coordinates but depth, put together: the mean over depths.
+
+    coordinates: the others.
+    """
 
     variant: str
     eval_length: int
     ratio: float | None
-    kv: int | None
+    coordinates: Coordinates
     value: float
     interval: Interval
     n: int
@@ -350,25 +385,36 @@ def data_hash(cells: Iterable[tuple[str, str]]) -> str:
     return digest([[name, content] for name, content in cells])
 
 
-def distance_bins(distances: Iterable[int], hits: Iterable[bool]) -> tuple[DistanceBin, ...]:
-    """Questions counted by the octave of their distance (tokens), nearest first; octaves without any are absent."""
+def distance_bins(distances: Iterable[Sequence[int]], hits: Iterable[Sequence[bool]]) -> tuple[DistanceBin, ...]:
+    """Questions counted by the octave of their distance (tokens), nearest first; octaves without any are absent.
+
+    distances, hits: an entry a sample, in it one a question; a sample without distances has none.
+    """
     counts: dict[int, list[int]] = {}
-    for distance, hit in zip(distances, hits, strict=True):
-        count = counts.setdefault(octave(distance), [0, 0])
-        count[0] += 1
-        count[1] += bool(hit)
+    for row, answers in zip(distances, hits, strict=True):
+        for low in {octave(distance) for distance in row}:
+            counts.setdefault(low, [0, 0, 0])[0] += 1
+        for distance, hit in zip(row, answers, strict=len(row) > 0):
+            count = counts[octave(distance)]
+            count[1] += 1
+            count[2] += bool(hit)
     return tuple(
-        DistanceBin(low=low, high=2 * low, asked=asked, correct=correct)
-        for low, (asked, correct) in sorted(counts.items())
+        DistanceBin(low=low, high=2 * low, samples=samples, asked=asked, correct=correct)
+        for low, (samples, asked, correct) in sorted(counts.items())
     )
 
 
 def groups(record: Record) -> list[Group]:
     """The record's cells put together over depths, in their order; the statistics are of a group's pooled counts."""
-    found: dict[tuple[str, int, int | None], list[CellResult]] = {}
+    found: dict[tuple[Any, ...], list[CellResult]] = {}
     for cell in record.cells:
-        found.setdefault((cell.variant, cell.eval_length, cell.kv), []).append(cell)
+        found.setdefault((cell.variant, cell.eval_length, *sorted(without_depth(cell).items())), []).append(cell)
     return [_group(record.task.metric, cells) for cells in found.values()]
+
+
+def without_depth(cell: CellResult) -> Coordinates:
+    """A cell's coordinates but its depth, over which tables and lines take the mean."""
+    return {name: value for name, value in cell.coordinates.items() if name != "depth"}
 
 
 def json_schema() -> dict[str, Any]:
@@ -382,43 +428,12 @@ def json_schema() -> dict[str, Any]:
     return schema
 
 
-_ACCURACY: dict[Metric, str] = {
-    "mean_accuracy": "share of a sample's questions answered",
-    "all_correct": "share of samples with every answer right",
-}
-
-
-def _headings(record: Record) -> tuple[str, ...]:
-    pairs = ("kv",) if any(cell.kv is not None for cell in record.cells) else ()
-    return ("variant", "length", "ratio", *pairs, "accuracy", "95 % interval", "samples")
-
-
-def _title(record: Record) -> str:
-    origin = record.checkpoint.source if record.checkpoint else f"seed {record.seed}"
-    return f"{record.task.name} v{record.task.version}: {record.model.cell}, {origin}"
-
-
-def _caption(record: Record) -> str:
-    comparable = f"; comparable to {record.comparable_to}" if record.comparable_to else ""
-    depths = ", over all depths" if any(cell.depth is not None for cell in record.cells) else ""
-    return f"accuracy: {_ACCURACY[record.task.metric]}{depths}{comparable}; record {record.record_id[:12]}"
-
-
-def _rows(record: Record) -> Iterator[tuple[str, ...]]:
-    for group in groups(record):
-        low, high = group.interval
-        ratio = "" if group.ratio is None else f"{group.ratio:g}x"
-        kv = () if "kv" not in _headings(record) else ("" if group.kv is None else str(group.kv),)
-        span = f"[{low:.3f}, {high:.3f}]"
-        yield group.variant, str(group.eval_length), ratio, *kv, f"{group.value:.3f}", span, str(group.n)
-
-
 def _group(metric: Metric, cells: Sequence[CellResult]) -> Group:
     correct = [count for cell in cells for count in cell.correct]
     asked = [count for cell in cells for count in cell.asked]
     value, _, interval = cell_statistics(metric, correct, asked)
     first = cells[0]
-    return Group(first.variant, first.eval_length, first.ratio, first.kv, value, interval, len(asked))
+    return Group(first.variant, first.eval_length, first.ratio, without_depth(first), value, interval, len(asked))
 
 
 def _problems(cell: CellResult, metric: Metric, train_length: int | None) -> Iterator[str]:
@@ -431,7 +446,9 @@ def _problems(cell: CellResult, metric: Metric, train_length: int | None) -> Ite
     ):
         if not _equal(given, found):
             yield f"{name} is {given!r}, but its counts give {found!r}"
-    if train_length is not None and cell.ratio is not None and not _equal(cell.ratio, cell.eval_length / train_length):
+    if train_length is None and cell.ratio is not None:
+        yield f"ratio is {cell.ratio!r}, but no training length is known"
+    if train_length is not None and (cell.ratio is None or not _equal(cell.ratio, cell.eval_length / train_length)):
         yield f"ratio is {cell.ratio!r}, but {cell.eval_length} / {train_length} tokens is not"
     if not cell.real_tokens.min <= cell.real_tokens.mean <= cell.real_tokens.max:
         yield "real_tokens has min, mean and max out of order"
@@ -448,6 +465,8 @@ def _distance_problems(cell: CellResult) -> Iterator[str]:
             yield f"by_distance from {part.low} goes to {part.high}, not {2 * part.low}"
         if part.correct > part.asked:
             yield f"by_distance from {part.low} has {part.correct} correct of {part.asked} asked"
+        if part.samples > min(part.asked, cell.n):
+            yield f"by_distance from {part.low} has {part.samples} samples of {cell.n}, with {part.asked} questions"
     for name in ("asked", "correct"):
         binned, counted = sum(getattr(part, name) for part in cell.by_distance), sum(getattr(cell, name))
         if binned != counted:

@@ -19,9 +19,9 @@ from typing import Annotated, Any, NamedTuple
 
 import yaml
 from filelock import FileLock, Timeout
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from decaybench.core.config import Config, explain, read_yaml
+from decaybench.core.config import explain, read_yaml
 from decaybench.core.errors import RunError, UserError
 from decaybench.core.files import append_lines, atomic_write_text, cut, writing
 from decaybench.results.record import Record
@@ -31,8 +31,13 @@ _CONFIG = "config.yaml"
 _EVALUATIONS = "evaluations"
 
 
-class SampleLine(Config):
-    """One evaluated sample: a line of `samples/<cell>.jsonl`. The lists have an entry a question."""
+class SampleLine(BaseModel):
+    """One evaluated sample: a line of `samples/<cell>.jsonl`. The lists have an entry a question.
+
+    No Config, whose validators in Python are slow for many thousand lines and can't be strict about JSON's types.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     id: str = Field(description="the sample's id, a hash of all that it is a function of")
     index: int = Field(ge=0, description="the sample's index in its cell")
@@ -84,6 +89,10 @@ class SampleLog:
         if size < len(content):
             cut(self.path, size)
         return Loaded(lines[:kept], note)
+
+    def keep(self, count: int) -> None:
+        """Cut off all but the first `count` samples. Raises RunError where the file can't be cut."""
+        cut(self.path, sum(len(line) + 1 for line in self._bytes().split(b"\n")[:count]))
 
     def read(self) -> list[SampleLine]:
         """All samples of a finished cell, as they are. Raises UserError where any line is damaged."""
@@ -198,17 +207,6 @@ class RunFolder:
         line = json.dumps(dict(event), ensure_ascii=False, allow_nan=False)
         append_lines(self.path / "log.jsonl", [line], sync=False)
 
-    def read_log(self) -> list[dict[str, Any]]:
-        """The events of log.jsonl, without a torn last line. Raises UserError on a damaged one."""
-        path = self.path / "log.jsonl"
-        try:
-            complete = path.read_bytes().split(b"\n")[:-1]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise UserError(f"can't read {path}: {error.strerror}") from None
-        return [_event(path, number, line) for number, line in enumerate(complete, start=1)]
-
     @property
     def checkpoint(self) -> Path:
         """Folder of the last checkpoint. It may not exist yet."""
@@ -246,13 +244,3 @@ def _valid(complete: list[bytes]) -> tuple[list[SampleLine], str | None]:
             return lines, f"index is {line.index}, not {len(lines)}"
         lines.append(line)
     return lines, None
-
-
-def _event(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        event = None
-    if not isinstance(event, dict):
-        raise UserError(f"{path} line {number} is damaged: not a JSON object; --force starts this run anew")
-    return event

@@ -1,8 +1,8 @@
 """What a task is: a pure generator of samples and the rule that scores them.
 
 A `Shape` says what one sample looks like; a batch of samples is a pure function of (task, version, config, split,
-seed, shape, index). A task knows nothing of models or training: it hands out token and label arrays, and turns
-"was this label predicted?" into scores.
+seed, shape, index). A task knows nothing of models or training: it hands out token and label arrays, and names the
+metric (core.scoring) that turns "was this label predicted?" into scores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from decaybench.core.config import Config
 from decaybench.core.draws import Draws
 from decaybench.core.errors import UserError
 from decaybench.core.hashing import digest, key64, without_absent
-from decaybench.core.scoring import Metric, score
+from decaybench.core.scoring import Metric
 
 IGNORED = -100
 
@@ -59,6 +59,11 @@ class EvaluationConfig(Config):
     )
     samples: int = Field(default=100, ge=1, le=1_000_000, description="samples a cell")
     seed: int = Field(default=0, ge=0, lt=2**32, description="seed of the evaluation samples")
+
+    @property
+    def uses_lengths(self) -> bool:
+        """Whether the cells are made from `lengths`; a task that lets cells be listed says no where they are."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,10 @@ class Task(ABC, Generic[T, S, E]):
                 f"the smallest is {stage.shape.length}"
             )
 
+    def remarks(self, cells: Sequence[Cell]) -> list[str]:
+        """What a user should know of these samples before reading numbers, a line each."""
+        return []
+
     def rules(self) -> dict[str, Any]:
         """The part of the configuration that changes samples; it enters keys and hashes.
 
@@ -164,12 +173,6 @@ class Task(ABC, Generic[T, S, E]):
 
     def _origin(self, shape: S, split: Split, seed: int) -> list[Any]:
         return [self.name, self.version, without_absent(self.rules()), without_absent(shape.plain()), split, seed]
-
-    def scores(self, batch: Batch, correct: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """Each sample's score in [0, 1], float64 [B]; correct: bool [B, T], read where a label is asked for."""
-        asked = batch.asked
-        hits = (correct & asked).sum(axis=1)
-        return score(self.metric, hits, asked.sum(axis=1))
 
 
 def doubling_lengths(train_length: int) -> list[int]:

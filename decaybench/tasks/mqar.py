@@ -82,6 +82,11 @@ class MqarEvaluation(EvaluationConfig):
         default=None, min_length=1, description="the cells one by one as (length, kv), instead of variants and lengths"
     )
 
+    @property
+    def uses_lengths(self) -> bool:
+        """Not where cells are listed as `pairs`."""
+        return self.pairs is None
+
 
 class Mqar(Task[MqarConfig, MqarShape, MqarEvaluation]):
     """MQAR samples and scores: the accuracy over a sample's questions, averaged over samples."""
@@ -130,6 +135,19 @@ class Mqar(Task[MqarConfig, MqarShape, MqarEvaluation]):
             for variant in evaluation.variants
             for length in lengths
         ]
+
+    def remarks(self, cells: Sequence[Cell]) -> list[str]:
+        """With fill `random`: how often the filler repeats a key, which asks for the rebinding of a key, not recall."""
+        if self.config.fill != "random":
+            return []
+        shapes = {cell.name: cell.shape for cell in cells}
+        repeats = {
+            name: expected_key_repeats(shape, self.vocab_size)
+            for name, shape in shapes.items()
+            if isinstance(shape, MqarShape)
+        }
+        worst = max(repeats, key=repeats.__getitem__)
+        return [f"fill random repeats a sample's keys, up to {repeats[worst]:.2g} times a sample on average ({worst})"]
 
     def _cell(self, variant: str, length: int, kv: int) -> Cell:
         shape = MqarShape(length=length, kv=kv)

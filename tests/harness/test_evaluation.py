@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,18 @@ import numpy as np
 import pytest
 import torch
 
+from decaybench.core.errors import UserError
 from decaybench.core.hashing import digest
 from decaybench.harness import evaluation
-from decaybench.harness.config import RunConfig, make_config
-from decaybench.harness.evaluation import Evaluated, cell_result, evaluate, predict, questions, update_digest
+from decaybench.harness.config import RunConfig, evaluation_cells, make_config
+from decaybench.harness.evaluation import (
+    Evaluated,
+    cell_result,
+    evaluate,
+    predict,
+    questions,
+    update_digest,
+)
 from decaybench.harness.progress import Progress
 from decaybench.models.language_model import LanguageModel, build_model
 from decaybench.results.record import data_hash
@@ -57,7 +66,14 @@ def a_batch(found: RunConfig, n: int = 12, cell: int = -1) -> Batch:
 
 
 def asked(found: RunConfig, folder: Path) -> Evaluated:
-    return evaluate(live_model(found), found, EvaluationFolder(folder), device="cpu", progress=Progress(quiet=True))
+    return evaluate(
+        live_model(found),
+        found,
+        EvaluationFolder(folder),
+        train_length=found.task.train_length,
+        device="cpu",
+        progress=Progress(quiet=True),
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -139,16 +155,18 @@ def test_cells_are_those_of_the_task_and_recount(tmp_path: Path, task: str) -> N
         for low in (1, 2, 4, 8, 16, 32, 64):
             here = batch.asked & (batch.distance >= low) & (batch.distance < 2 * low)
             if here.any():
-                by_distance[low] = (2 * low, int(here.sum()), int((hit & here).sum()))
-        assert {bin.low: (bin.high, bin.asked, bin.correct) for bin in said.by_distance} == by_distance
+                counts = (int(here.any(1).sum()), int(here.sum()), int((hit & here).sum()))
+                by_distance[low] = (2 * low, *counts)
+        found_bins = {bin.low: (bin.high, bin.samples, bin.asked, bin.correct) for bin in said.by_distance}
+        assert found_bins == by_distance
         assert (said.n, said.eval_length, said.ratio) == (10, cell.shape.length, cell.shape.length / 32)
         tokens = said.real_tokens
         assert (tokens.min, tokens.mean, tokens.max) == (cell.shape.length,) * 3
         if task == "niah":
             assert said.realised_depth == pytest.approx(batch.details["depth"].mean(), rel=1e-12)
-            assert said.depth == cell.coordinates["depth"] and said.kv is None
         else:
-            assert (said.realised_depth, said.depth, said.kv) == (None, None, cell.coordinates["kv"])
+            assert said.realised_depth is None
+        assert said.coordinates == cell.coordinates and list(said.coordinates) == ["depth" if task == "niah" else "kv"]
 
 
 def test_distances_are_from_where_the_answer_was_written() -> None:
@@ -228,8 +246,8 @@ def test_a_cell_by_hand() -> None:
     assert result.standard_error == pytest.approx(0.5 / np.sqrt(3))
     assert (result.real_tokens.min, result.real_tokens.mean, result.real_tokens.max) == (30, 31, 32)
     assert result.ratio == 2 and cell_result(made, cell, lines, None).ratio is None
-    assert [(bin.low, bin.high, bin.asked, bin.correct) for bin in result.by_distance] == [
-        *((1, 2, 4, 0), (2, 4, 3, 2), (4, 8, 1, 1), (8, 16, 2, 1), (16, 32, 2, 2)),
+    assert [(bin.low, bin.high, bin.samples, bin.asked, bin.correct) for bin in result.by_distance] == [
+        *((1, 2, 1, 4, 0), (2, 4, 2, 3, 2), (4, 8, 1, 1, 1), (8, 16, 2, 2, 1), (16, 32, 2, 2, 2)),
     ]
 
 
@@ -260,6 +278,57 @@ def test_an_evaluation_goes_on_after_the_samples_that_are_there(
     calls = 100
     again = asked(found, tmp_path / "parts")
     assert (again.cells, again.data_hash, again.tokens, calls) == (whole.cells, whole.data_hash, 0, 100)
+
+
+def changed(line: dict[str, Any], what: str) -> None:
+    """A well-formed line that the task and its answer don't give."""
+    if what in ("target", "distance"):
+        line[what][0] += 1
+    elif what == "answer alone":  # its score stays
+        line["answer"] = [-7, *line["answer"][1:]] if line["score"] else line["target"]
+    elif what == "length of all":
+        line.update(target=[1], answer=[2], distance=[3], score=0.0)
+    else:
+        line[what] = {"id": "0" * 16, "length": 31, "score": 0.125, "depth": 0.3}[what]
+
+
+@pytest.mark.parametrize(
+    "what", ["target", "distance", "answer alone", "length of all", "id", "length", "score", "depth"]
+)
+def test_a_line_that_is_not_the_tasks_own_is_done_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    """It reads well, but no sample of the task is so: from its batch on the cell is evaluated again."""
+    task = "niah" if what == "depth" else "mqar"
+    found = config(task).model_copy(update={"batch_tokens": 128})
+    whole = asked(found, tmp_path)
+    path = sorted(tmp_path.rglob("*length32*.jsonl"))[0]  # four samples a batch
+    content = path.read_bytes()
+    lines = [json.loads(line) for line in content.splitlines()]
+    changed(lines[6], what)
+    path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    capsys.readouterr()
+    again = asked(found, tmp_path)
+    note = capsys.readouterr().err
+    assert note == f"note: {path} line 7 is damaged (not the task's own sample); evaluating again from there\n"
+    assert path.read_bytes() == content
+    assert (again.cells, again.data_hash) == (whole.cells, whole.data_hash)
+    assert again.tokens == 6 * 32, "samples 4 to 9: the batch of the sixth, and the one after it"
+
+
+def test_lengths_are_those_of_the_training_length_that_is_known() -> None:
+    found = config("mqar", lengths=["2x", "40"])
+    made = make_task(found.task)
+    lengths = [cell.shape.length for cell in evaluation_cells(made, found.evaluation, 16)]
+    assert lengths == [32, 40, 32, 40]
+    with pytest.raises(UserError, match=r"--eval-lengths: '2x' needs a training length, and this checkpoint doesn't"):
+        evaluation_cells(made, found.evaluation, None)
+    tokens = found.evaluation.model_copy(update={"lengths": ("40",)})
+    assert [cell.shape.length for cell in evaluation_cells(made, tokens, None)] == [40, 40]
+    listed = found.evaluation.model_copy(update={"pairs": ((64, 4),)})
+    assert [cell.name for cell in evaluation_cells(made, listed, None)] == ["listed-length64-kv4"], "2x isn't used"
+    with pytest.raises(UserError, match="--eval-lengths: 40,2x names a length twice"):
+        evaluation_cells(made, found.evaluation.model_copy(update={"lengths": ("40", "2x")}), 20)
 
 
 def test_questions_know_what_the_task_knows() -> None:

@@ -30,10 +30,11 @@ T = 64
 NAMES = ["accuracy-distance", "accuracy-length", "accuracy-length-depth"]
 
 
-def record(cells: Iterable[dict[str, Any]], trained: bool = True) -> Record:
-    """The example record with these cells."""
+def record(cells: Iterable[dict[str, Any]], trained: bool = True, longest: int = T) -> Record:
+    """The example record with these cells; not trained: of a checkpoint that doesn't say how long it was trained."""
     cells = [{**cell, "name": f"cell{index}"} for index, cell in enumerate(cells)]
     found = {**content(), "cells": cells}
+    found["training"]["longest_trained"] = longest
     if not trained:
         del found["training"]
         found["checkpoint"] = {"source": "model", "sha256": "a" * 64}
@@ -54,12 +55,13 @@ def grid(variants: Iterable[str] = ("single",), lengths: Iterable[int] = (256, 6
     return record(cells)
 
 
-def with_bins(length: int, bins: dict[int, tuple[int, int]], variant: str = "single") -> dict[str, Any]:
-    """A cell with (correct, asked) by octave; its own counts follow."""
+def with_bins(length: int, bins: dict[int, tuple[int, int]], variant: str = "single", each: int = 1) -> dict[str, Any]:
+    """A cell with (correct, asked) by octave, `each` questions of an octave in one sample; its own counts follow."""
     hits = [int(index < correct) for correct, asked in bins.values() for index in range(asked)]
     found = one(variant, length, 0) | cell(length, hits, [1] * len(hits), variant=variant)
     found["by_distance"] = [
-        {"low": low, "high": 2 * low, "correct": correct, "asked": asked} for low, (correct, asked) in bins.items()
+        {"low": low, "high": 2 * low, "correct": correct, "asked": asked, "samples": asked // each}
+        for low, (correct, asked) in bins.items()
     ]
     return found
 
@@ -172,7 +174,7 @@ def test_the_heat_map_has_each_value_at_its_depth_and_length() -> None:
     assert [panel.get_title(loc="left") for panel in found] == ["single", "multikey"]
     lengths, depths = [64, 128, 256], [0.0, 0.5, 1.0]
     for panel, variant in zip(found, ("single", "multikey"), strict=True):
-        values = {(c.depth, c.eval_length): c.value for c in made.cells if c.variant == variant}
+        values = {(c.coordinates["depth"], c.eval_length): c.value for c in made.cells if c.variant == variant}
         expected = [[values[depth, length] for length in lengths] for depth in depths]
         (image,) = panel.images
         assert np.asarray(image.get_array()).tolist() == expected
@@ -265,16 +267,52 @@ def test_lines_over_distance_pool_a_lengths_cells_and_break_at_gaps() -> None:
     expected = [(4 * root, 1.0), (8 * root, 0.5), (math.nan, math.nan), (64 * root, 0.1)]
     np.testing.assert_allclose(lines["length 64, 1x"], expected)
     np.testing.assert_allclose(lines["length 128, 2x"], [(8 * root, 1.0)])
-    (few,) = [line for line in panel.lines if line.get_gid() == "fewer than 10 questions"]
+    (few,) = [line for line in panel.lines if line.get_gid() == "fewer than 10 samples"]
     np.testing.assert_allclose(few.get_xydata(), [(4 * root, 1 / 9)])
     assert few.get_linestyle() == "None"
     bars = [path.vertices[:, 1].tolist() for path in panel.collections[0].get_paths()]
     np.testing.assert_allclose(bars, [wilson(1.0, 10), wilson(0.5, 20), wilson(0.1, 30)])
     assert marked(panel) == [T]
     (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == [*lines, "fewer than 10 questions"]
+    assert [text.get_text() for text in legend.get_texts()] == [*lines, "fewer than 10 samples"]
     inks = [sum(line.get_color()[:3]) for line in panel.lines if line.get_label() in lines]
     assert inks[0] > inks[1], "longer is darker"
+
+
+def test_intervals_over_distance_count_samples_not_questions() -> None:
+    """Four questions a sample: 40 questions say no more for certain than 10 samples; two cells' samples add up."""
+    made = record([with_bins(64, {4: (30, 40), 8: (9, 36)}, each=4), with_bins(64, {4: (10, 20)}, each=2)])
+    figure = evaluation_figures(made)["accuracy-distance"]
+    (panel,) = panels(figure)
+    bars = [path.vertices[:, 1].tolist() for path in panel.collections[0].get_paths()]
+    np.testing.assert_allclose(bars, [wilson(40 / 60, 20), wilson(0.25, 9)])
+    assert bars[0][1] - bars[0][0] > 1.5 * (wilson(40 / 60, 60)[1] - wilson(40 / 60, 60)[0])
+    (few,) = [line for line in panel.lines if line.get_gid() == "fewer than 10 samples"]
+    np.testing.assert_allclose(few.get_xydata(), [(8 * math.sqrt(2), 0.25)])
+    assert "95 % intervals with samples as units" in " ".join(figure.get_suptitle().split())
+
+
+def test_the_mark_of_the_training_length_says_when_it_was_not_reached() -> None:
+    for longest, said in ((T, "training length"), (T // 2, "training length (32 reached)")):
+        figures = evaluation_figures(record([with_bins(64, {4: (10, 10)})], longest=longest))
+        for name in ("accuracy-length", "accuracy-distance"):
+            (panel,) = panels(figures[name])
+            assert marked(panel) == [T]
+            assert [text for text in texts(panel) if text.startswith("training")] == [said]
+
+
+def test_a_checkpoint_that_states_its_training_length_has_the_mark() -> None:
+    found = content()
+    del found["training"]
+    found["checkpoint"] = {"source": "model", "sha256": "a" * 64, "train_length": T}
+    (panel,) = panels(evaluation_figures(seal(found))["accuracy-length"])
+    assert marked(panel) == [T]
+
+
+def test_the_heat_map_is_the_mean_over_other_coordinates() -> None:
+    made = record([one("single", 64, right, depth=0.5, kv=kv) for right, kv in ((10, 1), (5, 2))])
+    (panel,) = panels(evaluation_figures(made)["accuracy-length-depth"])
+    assert texts(panel) == ["0.75"]
 
 
 def test_distances_have_a_panel_a_variant() -> None:

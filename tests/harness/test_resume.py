@@ -241,8 +241,10 @@ def test_training_stopped_anywhere_ends_with_the_same_weights(
     monkeypatch.setattr(training, "_one_step", really)
     weights, resumed = trained(config(task, **settings), tmp_path / "stopped")
     assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
-    assert resumed == info
-    steps = [event["step"] for event in RunFolder(tmp_path / "stopped").read_log()]
+    assert resumed == info, "with every stage's batches and the longest sequence trained on"
+    assert sum(stage.batches for stage in resumed.stages) == resumed.steps
+    lines = (tmp_path / "stopped" / "log.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
     assert steps == sorted(set(steps))
 
 
@@ -473,6 +475,7 @@ def damaged(lines: list[bytes]) -> dict[str, tuple[list[bytes], bool]]:
     """Ways to damage a file of 8 samples, and whether the user must be told: not where a kill does the same."""
     no_answer = json.dumps({**json.loads(lines[5]), "answer": []}).encode() + b"\n"
     other_index = json.dumps({**json.loads(lines[5]), "index": 4}).encode() + b"\n"
+    other_sample = json.dumps({**json.loads(lines[5]), "id": "0" * 16}).encode() + b"\n"
     return {
         "torn": ([*lines[:7], lines[7][:-20]], False),
         "short": (lines[:3], False),
@@ -482,6 +485,7 @@ def damaged(lines: list[bytes]) -> dict[str, tuple[list[bytes], bool]]:
         "one twice": ([*lines[:2], lines[1], *lines[2:]], True),
         "an answer missing": ([*lines[:5], no_answer, *lines[6:]], True),
         "another index": ([*lines[:5], other_index, *lines[6:]], True),
+        "another sample": ([*lines[:5], other_sample, *lines[6:]], True),
     }
 
 
@@ -580,8 +584,18 @@ def test_a_corrupt_log_stops_nothing(here: Path, finished: Finished) -> None:
     assert bench(*NIAH).code == 0
     lines = (folder / "log.jsonl").read_bytes().splitlines()
     assert lines[0] == b"\xff\xfegarbage" and json.loads(lines[1])["step"] == 12
-    with pytest.raises(UserError, match=r"line 1 is damaged.*--force"):
-        RunFolder(folder).read_log()
+
+
+@pytest.mark.parametrize("key", ["step", "batches", "plan", "loss"])
+def test_a_checkpoint_without_its_facts_is_one_line(here: Path, finished: Finished, key: str) -> None:
+    folder = finished("niah")
+    for path in folder.glob("checkpoint/*/facts.json"):
+        facts = json.loads(path.read_text())
+        del facts[key]
+        path.write_text(json.dumps(facts))
+    result = bench(*NIAH, "--eval-lengths", "4x")
+    assert result.code == 2 and result.out == ""
+    assert f"can't be gone on from: facts.json lacks '{key}'; --force starts this run anew" in one_line(result.err)
 
 
 def test_out_of_memory_is_one_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -597,15 +611,15 @@ def test_out_of_memory_is_one_line(here: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_divergence_is_one_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    really, calls = training._one_step, 0
+    really, calls = training.loss_and_hits, 0
 
-    def diverges(*arguments: Any) -> tuple[float, float]:
+    def diverges(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal calls
         calls += 1
-        loss, accuracy = really(*arguments)
-        return (float("nan") if calls == 8 else loss), accuracy
+        loss, hits = really(*arguments)
+        return (loss * float("nan") if calls == 8 else loss), hits
 
-    monkeypatch.setattr(training, "_one_step", diverges)
+    monkeypatch.setattr(training, "loss_and_hits", diverges)
     result = bench(*NIAH, "--quiet")
     assert (result.code, result.out) == (1, "")
     assert result.err == (

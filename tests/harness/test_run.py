@@ -13,9 +13,11 @@ import torch
 
 import decaybench
 from decaybench.core.errors import UserError
+from decaybench.harness import evaluation as harness_evaluation
 from decaybench.harness import run as harness_run
 from decaybench.harness import training
 from decaybench.harness.config import RunConfig, make_config
+from decaybench.harness.model_info import model_info
 from decaybench.harness.presets import configure
 from decaybench.harness.progress import Progress
 from decaybench.harness.run import carry_out, carry_out_all
@@ -216,7 +218,10 @@ def test_a_run_as_checkpoint_gives_the_values_of_the_run(
         assert found["task"] == run["task"]
         assert found["model"] == run["model"]
         sha256 = read_checkpoint(newest).sha256
-        assert found["checkpoint"] == {"source": "checkpoint/step-00000012", "sha256": sha256}
+        assert found["checkpoint"] == {
+            **{"source": "checkpoint/step-00000012", "sha256": sha256},
+            **{"train_length": 32, "longest_trained": 32},
+        }
         assert samples(here / "runs" / f"{task}-mamba2-{sha256[:12]}") == samples(folder)
         assert "training" not in found and "train_seconds" not in found["cost"]
         assert found["seed"] == run["seed"]
@@ -247,7 +252,60 @@ def test_a_checkpoint_of_another_task_with_a_vocabulary_large_enough(here: Path,
     folder = finished("mqar")
     found = json_of("niah", "--checkpoint", str(folder), "--samples", "2", "--eval-lengths", "32", "--depths", "0.5")
     assert found["task"]["name"] == "niah" and found["model"]["config"]["vocab_size"] == 272
-    assert found["task"]["config"]["train_length"] == 128, "the other task's own"
+    assert found["task"]["config"]["train_length"] == found["checkpoint"]["train_length"] == 32, "the checkpoint's"
+    assert [cell["ratio"] for cell in found["cells"]] == [1.0]
+
+
+def test_multiples_are_of_the_checkpoints_own_training_length(here: Path, finished: Finished) -> None:
+    """Also where it lies in no run, and the task's own training length would be another."""
+    weights = checkpoints_in(finished("niah") / "checkpoint")[-1]
+    shutil.copytree(weights, here / "given")
+    asked = ("niah", "--checkpoint", "given", "--samples", "2", "--depths", "1")
+    found = json_of(*asked, "--eval-lengths", "1x,2x")
+    assert [(cell["eval_length"], cell["ratio"]) for cell in found["cells"]] == [(32, 1.0), (64, 2.0)]
+    assert found["task"]["config"]["train_length"] == 32
+    for layer in found["spectrum"]["layers"]:
+        assert [at["position"] for at in layer["after"]] == [1, 32, 128]
+    python = decaybench.run({"task": {"name": "niah"}, "checkpoint": "given", "evaluation": {"lengths": ["3x"]}})
+    assert {(cell.eval_length, cell.ratio) for cell in python.cells} == {(96, 3.0)}
+
+
+def foreign(here: Path) -> tuple[str, ...]:
+    """A checkpoint that doesn't say how long it was trained, and the command that evaluates it."""
+    config = make_config(DATA)
+    write_checkpoint(here / "given", build_model(config.model, 4), 4, {}, {})
+    return "niah", "--checkpoint", "given", "--samples", "2", "--depths", "1"
+
+
+def test_an_unknown_training_length_makes_no_ratio(here: Path) -> None:
+    found = json_of(*foreign(here), "--eval-lengths", "64,32")
+    assert found["checkpoint"] == {"source": "given", "sha256": found["checkpoint"]["sha256"]}
+    assert [(cell["eval_length"], "ratio" in cell) for cell in found["cells"]] == [(64, False), (32, False)]
+    (path,) = here.glob("runs/*/evaluations/*/record.json")
+    record = read_record(path)
+    assert record.train_length is None and record.longest_trained is None
+
+
+@pytest.mark.parametrize("lengths", [(), ("--eval-lengths", "64,2x")])
+def test_multiples_of_an_unknown_training_length_are_refused(here: Path, lengths: tuple[str, ...]) -> None:
+    code, out, err = bench(*foreign(here), *lengths)
+    named = "2x" if lengths else "1x"
+    assert (code, out) == (2, "")
+    assert err == (
+        f"bench: --eval-lengths: '{named}' needs a training length, and this checkpoint doesn't say its own: "
+        "write tokens\n"
+    )
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize("stated", [0, True, "32", 1.5])
+def test_a_checkpoint_with_an_impossible_training_length_is_damaged(here: Path, stated: Any) -> None:
+    words = foreign(here)
+    facts = json.loads((here / "given" / "facts.json").read_text())
+    (here / "given" / "facts.json").write_text(json.dumps({**facts, "train_length": stated}))
+    code, out, err = bench(*words, "--eval-lengths", "64")
+    assert (code, out) == (2, "")
+    assert f"facts.json has train_length={stated!r}, not a number of tokens" in err
 
 
 def test_a_checkpoint_with_too_small_a_vocabulary(here: Path, finished: Finished) -> None:
@@ -302,17 +360,22 @@ def test_a_record_says_what_was_done(here: Path, finished: Finished) -> None:
 
 def test_the_models_sizes_are_counted(here: Path) -> None:
     """d_model 16, expand 2, headdim 8, d_state 8, 2 layers, 195 tokens: all by hand."""
-    found = harness_run.model_info(build_model(make_config(DATA).model), 32)
+    found = model_info(build_model(make_config(DATA).model), 32)
     inner, heads, state, vocabulary = 32, 4, 8, 195
     convolved = inner + 2 * state
     mixer = 16 * (inner + convolved + heads) + convolved * 4 + convolved + 3 * heads + inner + inner * 16
-    assert found.parameters.total == vocabulary * 16 + 2 * (mixer + 16) + 16
+    assert found.parameters.trainable == vocabulary * 16 + 2 * (mixer + 16) + 16
     assert found.parameters.embedding == vocabulary * 16
     assert found.parameters.not_decayed == 2 * (convolved + 3 * heads + inner + 16) + 16
     assert found.state_elements == (heads * 8 * state + 3 * convolved,) * 2
-    frozen = harness_run.model_info(build_model(make_config(DATA, {"model": {"post": {}}}).model), 32)
+    frozen = model_info(build_model(make_config(DATA, {"model": {"post": {}}}).model), 32)
     assert frozen.addons == ("post",) and frozen.cell == "mamba2+post"
     assert frozen.state_elements == found.state_elements
+    # PoST's base and gaps stand where P stood, a number a head; dt_bias is frozen, and decayed nothing before either.
+    for counts in ("trainable", "not_decayed"):
+        assert getattr(frozen.parameters, counts) == getattr(found.parameters, counts) - 2 * heads
+    on_meta = build_model(make_config(DATA).model, device="meta")
+    assert model_info(on_meta, 32) == found, "no values are needed"
 
 
 def test_spectrum_in_the_record(here: Path, finished: Finished) -> None:
@@ -342,4 +405,15 @@ def test_a_failure_to_draw_leaves_an_evaluation_that_goes_on(
         assert bench(*NIAH, "--quiet") == (1, "", "bench: stopped; the same command goes on from where it was\n")
     assert not list(folder.rglob("record.json"))
     record = json_of(*NIAH)
-    assert record["cost"]["evaluation_tokens_per_second"] == 0, "no sample was asked again"
+    assert "evaluation_tokens_per_second" not in record["cost"], "no sample was asked again"
+
+
+def test_a_clock_that_stands_still_divides_nothing(
+    here: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = finished("niah")
+    shutil.rmtree(folder / "evaluations")
+    monkeypatch.setattr(harness_evaluation.time, "monotonic", lambda: 7.0)
+    record = json_of(*NIAH)
+    assert record["cost"]["evaluation_seconds"] == 0
+    assert "evaluation_tokens_per_second" not in record["cost"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from decaybench.core.errors import RunError
 from decaybench.harness import training
 from decaybench.harness.config import RunConfig, make_config
 from decaybench.harness.progress import Progress
 from decaybench.harness.training import loss_and_hits, matmul_dtype, parameter_groups, to_tensors, train
+from decaybench.models.checkpoints import checkpoints_in, read_checkpoint
 from decaybench.models.language_model import LanguageModel, build_model
 from decaybench.results.record import TrainingInfo
 from decaybench.results.run_folder import RunFolder
@@ -171,7 +174,7 @@ def test_a_tiny_model_learns(tmp_path: Path) -> None:
         training={"steps": 250, "batch_samples": 32, "warmup": 10, "mastery": 0.99},
     )
     model, info = trained(found, tmp_path)
-    events = RunFolder(tmp_path).read_log()
+    events = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events] == [50, 100, 150, 200, 250]
     assert events[0]["loss"] > 1 and events[-1]["loss"] < 0.05
     assert info.final_accuracy is not None and info.final_accuracy > 0.95
@@ -196,6 +199,37 @@ def test_what_the_record_says_of_a_training(tmp_path: Path) -> None:
     stages = make_task(found.task).stages()
     assert [dict(stage.shape) for stage in info.stages] == [stage.shape.plain() for stage in stages]
     assert info.tokens == 9 * 3 * 16, "all stages are 16 tokens long"
+    assert info.longest_trained == 16
+    assert [stage.batches for stage in info.stages] == [9] + [0] * (len(stages) - 1)
+
+
+GROWING = {"name": "mqar", "stages": [{"shape": {"length": length, "kv": 1}, "examples": 4} for length in (8, 16, 24)]}
+
+
+def test_what_training_did_not_reach_is_said_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"steps": 6, "batch_samples": 2, "review": 0}
+    found = config({**GROWING, "train_length": 24}, training={**settings, "mastery": 1.0})
+    _, info = trained(found, tmp_path / "short")
+    assert (info.train_length, info.longest_trained, info.tokens) == (24, 8, 6 * 2 * 8)
+    assert [stage.batches for stage in info.stages] == [6, 0, 0]
+    assert capsys.readouterr().err == (
+        "note: the longest sequence trained on has 8 tokens, not task.train_length=24, which lengths like 2x are "
+        "multiples of; never reached: length=16 kv=1; length=24 kv=1\n"
+    )
+    facts = read_checkpoint(checkpoints_in(tmp_path / "short" / "checkpoint")[-1])
+    assert (facts.train_length, facts.longest_trained) == (24, 8)
+
+    epochs = {"plan": "epochs", "epochs": 2, "batch_samples": 2}
+    _, info = trained(config({**GROWING, "train_length": 32}, training=epochs), tmp_path / "shorter stages")
+    assert (info.train_length, info.longest_trained) == (32, 24)
+    assert "the longest sequence trained on has 24 tokens" in (said := capsys.readouterr().err)
+    assert said.endswith("; no stage is longer\n")
+
+    _, info = trained(config({**GROWING, "train_length": 24}, training=epochs), tmp_path / "all")
+    assert (info.train_length, info.longest_trained) == (24, 24)
+    assert [stage.batches for stage in info.stages] == [4, 4, 4]
+    assert info.tokens == 4 * 2 * (8 + 16 + 24)
+    assert capsys.readouterr().err == ""
 
 
 def test_settings_reach_the_optimiser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +266,24 @@ def test_gradients_are_clipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert norms == pytest.approx([1e-3] * 3, rel=1e-3)
 
 
+def test_without_a_limit_gradients_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed: list[float] = []
+    really = torch.nn.utils.clip_grad_norm_
+
+    def watched(parameters: Any, limit: float) -> torch.Tensor:
+        parameters = [p for p in parameters if p.grad is not None]
+        before = [p.grad.clone() for p in parameters]
+        norm = really(parameters, limit)
+        changed.extend(float((p.grad - old).abs().max()) for p, old in zip(parameters, before, strict=True))
+        assert float(norm) > 0
+        return norm
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", watched)
+    settings = {"steps": 2, "batch_samples": 2, "clip": None}
+    trained(config({"name": "mqar", "train_length": 16}, training=settings), tmp_path)
+    assert len(changed) > 20 and set(changed) == {0.0}
+
+
 def test_bfloat16_is_for_matrix_products_alone() -> None:
     model = build_model(config({"name": "niah"}).model)
     tokens = torch.arange(32)[None]
@@ -266,3 +318,64 @@ def test_checkpoints_come_by_time(here: Path, monkeypatch: pytest.MonkeyPatch) -
     assert bench("niah", *TINY, "--set", "checkpoint_seconds=7", "--quiet").code == 0
     assert saved[-1] == 12 and 1 < len(saved) < 8, "now and then, and at the end"
     assert len(list(here.glob("runs/*/checkpoint/step-*"))) == 2, "the last and the one before it"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "saving", "expected"),
+    [
+        (5, 0.0, [6, 12, 18, 24, 30]),  # a second a step, and the sixth is the first that is more than 5 s later
+        (5, 0.5, [6, 17, 28, 30]),  # 20 times half a second
+        (15, 0.5, [16, 30]),
+        (0, 0.5, list(range(1, 31))),
+    ],
+)
+def test_saving_takes_a_small_share_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, saving: float, expected: list[int]
+) -> None:
+    clock = 0.0
+    step, save = training._one_step, training._save
+    saved: list[int] = []
+
+    def slow_step(*arguments: Any) -> tuple[float, float]:
+        nonlocal clock
+        clock += 1.0
+        return step(*arguments)
+
+    def slow_save(work: Any, *rest: Any) -> Any:
+        nonlocal clock
+        clock += saving
+        saved.append(work.step)
+        return save(work, *rest)
+
+    monkeypatch.setattr(training.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(training, "_one_step", slow_step)
+    monkeypatch.setattr(training, "_save", slow_save)
+    settings = {"steps": 30, "batch_samples": 1}
+    trained(config({"name": "mqar", "train_length": 16}, training=settings, checkpoint_seconds=seconds), tmp_path)
+    assert saved == expected
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient's norm"])
+def test_a_training_that_diverges_leaves_whole_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    really, calls = training.loss_and_hits, 0
+
+    def diverges(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        loss, hits = really(*arguments)
+        if calls < 8:
+            return loss, hits
+        # Multiplied by 0 a loss is finite, and its gradient's root at 0 is not.
+        return (loss * math.nan if what == "loss" else loss + (loss * 0).sqrt()), hits
+
+    monkeypatch.setattr(training, "loss_and_hits", diverges)
+    found = config(
+        {"name": "mqar", "train_length": 16}, training={"steps": 12, "batch_samples": 1}, checkpoint_seconds=0
+    )
+    with pytest.raises(RunError, match=f"training diverged at step 7: the {what} is nan; try a learning rate below"):
+        trained(found, tmp_path)
+    newest = read_checkpoint(checkpoints_in(tmp_path / "checkpoint")[-1])
+    assert newest.facts["step"] == 7
+    assert all(bool(torch.isfinite(value).all()) for value in newest.tensors("model.safetensors").values())

@@ -10,13 +10,18 @@ from typing import Any
 
 import pytest
 
+from decaybench.core.config import parse
 from decaybench.core.errors import UserError
+from decaybench.harness import verify as verification
+from decaybench.harness.config import training_hash
 from decaybench.harness.verify import add_to_leaderboard, validate_file, verify
+from decaybench.models.language_model import LanguageModel
 from decaybench.results.leaderboard import read_leaderboard
 from decaybench.results.record import Record, parse_record, read_record, record_hash
 from decaybench.results.run_folder import EvaluationFolder
 from decaybench.results.statistics import cell_statistics
-from decaybench.tasks.mqar import Mqar
+from decaybench.tasks.mqar import Mqar, MqarConfig
+from decaybench.tasks.registry import make_task
 from tests.command import MQAR, NIAH, bench
 
 Finished = Callable[[str], Path]
@@ -83,7 +88,7 @@ def test_a_run_as_it_is_is_added_once(here: Path, finished: Finished, task: str)
     before = Path("board.json").read_bytes()
     assert bench(*words) == (0, f"already there: {path}\n", "")
     assert Path("board.json").read_bytes() == before
-    assert validate_file(Path("board.json")) == 1
+    assert validate_file(Path("board.json")) == (1, ())
     assert read_leaderboard(Path("board.json")) == [read_record(path)]
 
 
@@ -91,7 +96,8 @@ def test_every_evaluation_of_a_run_is_added(here: Path, run: Path) -> None:
     assert bench(*MQAR, "--eval-lengths", "4x").code == 0
     found = list(add_to_leaderboard(Path("board.json"), [run]))
     assert [new for _, new in found] == [True, True]
-    assert len(read_leaderboard(Path("board.json"))) == validate_file(Path("board.json")) == 2
+    assert len(read_leaderboard(Path("board.json"))) == 2
+    assert validate_file(Path("board.json")) == (2, ())
 
 
 @pytest.mark.parametrize("place", ["run", "evaluation", "record"])
@@ -105,7 +111,7 @@ def test_a_record_of_a_checkpoint(here: Path, finished: Finished) -> None:
     assert bench("niah", "--checkpoint", str(run), "--samples", "3", "--eval-lengths", "1x,7").code == 0
     (other,) = (path for path in (here / "runs").iterdir() if path != run)
     assert [new for _, new in add_to_leaderboard(Path("board.json"), [other])] == [True]
-    assert validate_file(Path("board.json")) == 1
+    assert validate_file(Path("board.json")) == (1, ())
 
 
 def test_with_post_and_listed_pairs(here: Path) -> None:
@@ -113,17 +119,86 @@ def test_with_post_and_listed_pairs(here: Path) -> None:
     assert bench(*MQAR, *words).code == 0
     (run,) = (here / "runs").iterdir()
     assert [new for _, new in add_to_leaderboard(Path("board.json"), [run])] == [True]
-    assert validate_file(record_path(run)) == 1
+    assert validate_file(record_path(run)) == (1, ())
 
 
-def test_an_architecture_that_is_not_here_can_be_validated(run: Path) -> None:
-    """A record of another package's model: its configuration means nothing here, all else is checked."""
-    content = json.loads(record_path(run).read_text())
-    content["model"].update(
-        architecture="theirs", cell="theirs", config={**content["model"]["config"], "name": "theirs"}
-    )
-    with pytest.raises(UserError, match="training_hash is"):
-        verify(parse_record(resealed(content), "record"))
+def test_a_checkpoint_that_does_not_say_its_training_length(here: Path, finished: Finished) -> None:
+    (weights,) = finished("niah").glob("checkpoint/step-00000012")
+    facts = json.loads((weights / "facts.json").read_text())
+    (weights / "facts.json").write_text(json.dumps({**facts, "train_length": None, "longest_trained": None}))
+    shutil.copytree(weights, here / "given")
+    shutil.rmtree(here / "runs")
+    assert bench("niah", "--checkpoint", "given", "--samples", "3", "--eval-lengths", "48,7").code == 0
+    (run,) = (here / "runs").iterdir()
+    assert [new for _, new in add_to_leaderboard(Path("board.json"), [run])] == [True]
+    assert validate_file(Path("board.json")) == (1, ())
+    claimed: Edit = lambda r: r["checkpoint"].update(train_length=24)  # noqa: E731
+    assert "ratio is None, but 48 / 24 tokens is not" in refused_without_samples(run, claimed)
+    claimed = lambda r: r["cells"][0].update(ratio=2.0)  # noqa: E731
+    assert "ratio is 2.0, but no training length is known" in refused_without_samples(run, claimed)
+    claimed = lambda r: r["task"]["evaluation"].update(lengths=["2x", "7"])  # noqa: E731
+    assert "'2x' needs a training length" in refused_without_samples(run, claimed)
+
+
+def of_theirs(run: Path, **changes: Any) -> dict[str, Any]:
+    """The run's record as one of another package's architecture, which isn't installed here, its hash made anew."""
+    content: dict[str, Any] = json.loads(record_path(run).read_text())
+    config = {**content["model"]["config"], "name": "theirs", "mixer": {"their_size": 3}}
+    content["model"].update(architecture="theirs", cell="theirs", config=config, backend="their_kernels")
+    task = make_task(parse(MqarConfig, content["task"]["config"]))
+    training = content["training"]
+    training["training_hash"] = training_hash(config, task, training["config"], training["seed"])
+    for part, changed in changes.items():
+        content[part].update(changed)
+    return content
+
+
+def test_a_record_of_an_architecture_that_is_not_here_is_accepted(run: Path) -> None:
+    folder = EvaluationFolder(record_path(run).parent)
+    content = of_theirs(run)
+    verify(parse_record(resealed(content), "record"), folder)
+
+    def said(**changes: Any) -> str:
+        with pytest.raises(UserError) as error:
+            verify(parse_record(resealed(of_theirs(run, **changes)), "record"), folder)
+        return str(error.value)
+
+    assert "model.cell is 'ours', but by the rest of the record it is 'theirs'" in said(model={"cell": "ours"})
+    assert "model.architecture is 'ours', but" in said(model={"architecture": "ours", "cell": "ours"})
+    assert "model.cell is 'theirs', but by the rest" in said(model={"addons": ["post"]})
+    assert "training_hash is" in said(model={"config": {**content["model"]["config"], "d_model": 8}})
+    assert "data_hash is not that" in said(task={"data_hash": "0" * 64})
+    cells = json.loads(json.dumps(content["cells"]))
+    cells[0]["asked"][0] += 1
+    recount(cells[0])
+    content = {**of_theirs(run), "cells": cells}
+    with pytest.raises(UserError, match=r"by_distance has \d+ asked"):
+        verify(parse_record(resealed(content), "record"), folder)
+
+
+def test_a_state_that_needs_values_is_counted_from_a_small_model_alone(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = read_record(record_path(run))
+    really = verification.state_elements
+    counted: list[str] = []
+
+    def needs_values(model: LanguageModel, length: int) -> tuple[int, ...]:
+        device = model.embedding.weight.device.type
+        if device == "meta":
+            raise NotImplementedError("no values")
+        counted.append(device)
+        return really(model, length)
+
+    monkeypatch.setattr(verification, "state_elements", needs_values)
+    wrong = record.model_copy(update={"model": record.model.model_copy(update={"state_elements": (1, 1)})})
+    verify(record)
+    with pytest.raises(UserError, match=r"model.state_elements is \(1, 1\)"):
+        verify(wrong)
+    assert counted == ["cpu", "cpu"]
+    monkeypatch.setattr(verification, "_SMALL", 100)
+    verify(wrong)
+    assert counted == ["cpu", "cpu"], "too large to be built for that"
 
 
 # --- what was changed
@@ -135,14 +210,13 @@ CHANGES: dict[str, tuple[Edit, str]] = {
     ),
     "task name": (lambda r: r["task"].update(name="mqra"), "did you mean 'mqar'?"),
     "another task": (lambda r: r["task"].update(name="niah"), "task niah is scored by all_correct"),
-    "task version": (lambda r: r["task"].update(version=2), "version 2 in the record and 1 here"),
     "task rule": (lambda r: r["task"]["config"].update(fill="zero"), "training_hash"),
     "task rule unknown": (lambda r: r["task"]["config"].update(fil="zero"), "unknown key 'task.fil'"),
     "data hash": (lambda r: r["task"].update(data_hash="0" * 64), "data_hash is not that of the task's samples"),
     "evaluation seed": (lambda r: r["task"]["evaluation"].update(seed=1), "cell 'capacity-length32-kv4': "),
     "evaluation lengths": (lambda r: r["task"]["evaluation"].update(lengths=["1x", "4x"]), "cells"),
     "samples said": (lambda r: r["task"]["evaluation"].update(samples=80), "n is 8, but evaluation.samples is 80"),
-    "seed": (lambda r: r.update(seed=1), "seed is 1, but elsewhere in the record it is 0"),
+    "seed": (lambda r: r.update(seed=1), "seed is 1, but by the rest of the record it is 0"),
     "both seeds": (lambda r: (r.update(seed=1), r["training"].update(seed=1)), "training_hash is"),
     "training steps": (lambda r: r["training"]["config"].update(steps=1), "training_hash is"),
     "training hash": (lambda r: r["training"].update(training_hash="0" * 64), "training_hash is 000000000000"),
@@ -151,6 +225,28 @@ CHANGES: dict[str, tuple[Edit, str]] = {
     "model size": (lambda r: r["model"]["config"].update(d_model=8), "training_hash is"),
     "model's name": (lambda r: r["model"].update(cell="mamba2+post"), "model.cell is 'mamba2+post'"),
     "architecture": (lambda r: r["model"].update(architecture="attention"), "model.cell"),
+    "architecture and name": (
+        lambda r: r["model"].update(architecture="attention", cell="attention"),
+        "model.architecture is 'attention', but by the rest of the record it is 'mamba2'",
+    ),
+    "architecture that is not here": (
+        lambda r: r["model"].update(architecture="theirs", cell="theirs"),
+        "model.architecture is 'theirs', but by the rest of the record it is 'mamba2'",
+    ),
+    "add-ons": (lambda r: r["model"].update(addons=["post"], cell="mamba2+post"), "model.addons is ('post',)"),
+    "backend": (lambda r: r["model"].update(backend="fla"), "model.backend is 'fla'; mamba2 has torch"),
+    "parameters": (lambda r: r["model"]["parameters"].update(trainable=1), "model.parameters is {'trainable': 1"),
+    "embedding": (lambda r: r["model"]["parameters"].update(embedding=0), "model.parameters is"),
+    "not decayed": (lambda r: r["model"]["parameters"].update(not_decayed=0), "model.parameters is"),
+    "state": (lambda r: r["model"].update(state_elements=[1, 400]), "model.state_elements is (1, 400)"),
+    "stages": (lambda r: r["training"]["stages"].pop(), "training.stages is"),
+    "stage": (lambda r: r["training"]["stages"][0]["shape"].update(kv=1), "training.stages is"),
+    "batches": (lambda r: r["training"]["stages"][0].update(batches=11), "batches is 11, but by the rest"),
+    "all steps": (lambda r: shorter(r["training"], steps=11), "training.steps is 11, but by the rest of the record"),
+    "tokens": (lambda r: r["training"].update(tokens=12 * 128 + 1), "training.tokens is 1537, but"),
+    "fewer tokens": (lambda r: r["training"].update(tokens=12 * 128 - 1), "training.tokens is 1535, but"),
+    "longest": (lambda r: r["training"].update(longest_trained=16), "training.longest_trained is 16, but"),
+    "longer than all": (lambda r: r["training"].update(longest_trained=64), "longest_trained is 64, longer than"),
     "protocol": (lambda r: r.update(comparable_to="zoology-based"), "comparable_to is 'zoology-based'"),
     "fewer cells": (lambda r: r["cells"].pop(), "its cells are not those of its evaluation"),
     "cells in another order": (lambda r: r["cells"].reverse(), "its cells are not those of its evaluation"),
@@ -160,16 +256,22 @@ CHANGES: dict[str, tuple[Edit, str]] = {
     "ratio": (lambda r: r["cells"][0].update(ratio=8.0), "ratio is 8.0"),
     "length": (lambda r: r["cells"][2].update(eval_length=64, ratio=2.0), "eval_length is 64, not 32"),
     "variant": (lambda r: r["cells"][0].update(variant="persist"), "variant is 'persist', not 'capacity'"),
-    "kv": (lambda r: r["cells"][0].update(kv=32), "kv is 32, not 4"),
-    "depth": (lambda r: r["cells"][0].update(depth=0.5), "depth is 0.5, not None"),
+    "kv": (lambda r: r["cells"][0]["coordinates"].update(kv=32), "coordinates is {'kv': 32}, not {'kv': 4}"),
+    "depth": (lambda r: r["cells"][0]["coordinates"].update(depth=0.5), "coordinates is {'kv': 4, 'depth': 0.5}"),
+    "samples a bin": (lambda r: r["cells"][0]["by_distance"][0].update(samples=1), "by_distance is not what it"),
     "true lengths": (lambda r: r["cells"][0]["real_tokens"].update(min=1), "real_tokens"),
     "questions": (lambda r: (r["cells"][0].update(asked=[1] * 8, correct=[0] * 8), flat(r["cells"][0])), "asked"),
     "distances": (lambda r: r["cells"][0].update(by_distance=[]), "by_distance"),
 }
 
 
+def shorter(training: dict[str, Any], steps: int) -> None:
+    training.update(steps=steps)
+    training["stages"][0].update(batches=steps)
+
+
 def flat(cell: dict[str, Any]) -> None:
-    cell["by_distance"] = [{"low": 4, "high": 8, "asked": 8, "correct": 0}]
+    cell["by_distance"] = [{"low": 4, "high": 8, "samples": 8, "asked": 8, "correct": 0}]
     recount(cell)
 
 
@@ -203,7 +305,7 @@ def test_a_better_count_is_refused_by_the_samples(run: Path) -> None:
     assert "cell 'capacity-length32-kv4': correct is not what it should be, by its samples" in refused(run, better)
 
 
-@pytest.mark.parametrize("by", ["target", "answer", "distance", "id", "length", "score", "order", "index"])
+@pytest.mark.parametrize("by", ["target", "answer", "distance", "id", "length", "score", "order", "index", "shape"])
 def test_changed_samples_are_refused(run: Path, by: str) -> None:
     path = record_path(run).parent / "samples" / "persist-length64-kv4.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -219,6 +321,8 @@ def test_changed_samples_are_refused(run: Path, by: str) -> None:
         line[by] = 63
     elif by == "index":
         line[by] = 5
+    elif by == "shape":
+        line.update(target=[1], answer=[1], distance=[1])
     elif by == "score":
         line[by] = 0.125
     else:
@@ -270,7 +374,7 @@ def test_validate_finds_edits_by_hand(here: Path, finished: Finished) -> None:
         list(add_to_leaderboard(Path("board.json"), [finished(task)]))
     board = Path("board.json")
     content = json.loads(board.read_text())
-    assert validate_file(board) == 2
+    assert validate_file(board) == (2, ())
 
     def said(edited: dict[str, Any]) -> str:
         board.write_text(json.dumps(edited))
@@ -298,11 +402,54 @@ def test_a_damaged_leaderboard_takes_nothing(here: Path, run: Path) -> None:
     assert "board.json is not valid JSON" in refused(run)
 
 
-def test_a_new_version_of_a_task_refuses_older_records(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = read_record(record_path(run))
-    monkeypatch.setattr(Mqar, "version", 2)
-    with pytest.raises(UserError, match="task mqar has version 1 in the record and 2 here"):
-        verify(record, EvaluationFolder(record_path(run).parent))
+def raise_task(patch: pytest.MonkeyPatch) -> str:
+    patch.setattr(Mqar, "version", 2)
+    return "not recomputable here (task mqar version 1; here 2)"
+
+
+def raise_harness(patch: pytest.MonkeyPatch) -> str:
+    patch.setattr(verification, "HARNESS_VERSION", 2)
+    return "not recomputable here (harness version 1; here 2)"
+
+
+@pytest.mark.parametrize("raised", [raise_task, raise_harness])
+def test_records_of_another_version_stay_and_are_not_added(
+    here: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch, raised: Callable[[pytest.MonkeyPatch], str]
+) -> None:
+    run = finished("mqar")
+    list(add_to_leaderboard(Path("board.json"), [run]))
+    content = json.loads(Path("board.json").read_text())
+    why = raised(monkeypatch)
+    assert why in refused(run)
+    assert validate_file(Path("board.json")) == (0, (why,))
+    assert bench("leaderboard", "validate", "board.json") == (0, f"board.json: 0 entries valid; 1 {why}\n", "")
+    assert validate_file(record_path(run)) == (0, (why,))
+    content["entries"][0]["task"]["data_hash"] = "1" * 64
+    content["entries"][0] = resealed(content["entries"][0])
+    Path("board.json").write_text(json.dumps(content))
+    assert validate_file(Path("board.json")) == (0, (why,)), "this can't be known here"
+    content["entries"][0]["cells"][0]["value"] = 0.875
+    content["entries"][0] = resealed(content["entries"][0])
+    Path("board.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"value is 0.875, but its counts give"):
+        validate_file(Path("board.json"))
+
+
+def test_other_versions_do_not_stop_the_check_of_the_rest(
+    here: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for task in ("mqar", "niah"):
+        list(add_to_leaderboard(Path("board.json"), [finished(task)]))
+    why = raise_task(monkeypatch)
+    assert validate_file(Path("board.json")) == (1, (why,))
+    assert bench("leaderboard", "validate", "board.json").out == f"board.json: 1 entries valid; 1 {why}\n"
+    content = json.loads(Path("board.json").read_text())
+    assert [entry["task"]["name"] for entry in content["entries"]] == ["mqar", "niah"]
+    content["entries"][1]["task"]["data_hash"] = "1" * 64
+    content["entries"][1] = resealed(content["entries"][1])
+    Path("board.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"entry 1 .*data_hash is not that"):
+        validate_file(Path("board.json"))
 
 
 def test_other_machines_last_digits_are_no_change(run: Path) -> None:
@@ -324,6 +471,6 @@ def test_niah_depths_are_verified(here: Path, finished: Finished) -> None:
     run = finished("niah")
     edit: Edit = lambda r: r["cells"][1].update(realised_depth=0.25)  # noqa: E731
     assert "realised_depth is 0.25, not " in refused_without_samples(run, edit)
-    edit = lambda r: r["cells"][1].update(depth=1.0)  # noqa: E731
-    assert "depth is 1.0, not 0.5" in refused(run, edit)
+    edit = lambda r: r["cells"][1].update(coordinates={"depth": 1.0})  # noqa: E731
+    assert "coordinates is {'depth': 1.0}, not {'depth': 0.5}" in refused(run, edit)
     assert NIAH[0] == "niah"

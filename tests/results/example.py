@@ -9,17 +9,19 @@ from decaybench.results.record import Record, data_hash, distance_bins, seal
 from decaybench.results.statistics import cell_statistics
 
 
-def cell(length: int, correct: Sequence[int], asked: Sequence[int], **coordinates: Any) -> dict[str, Any]:
-    """A cell whose statistics and distances agree with its counts."""
+def cell(length: int, correct: Sequence[int], asked: Sequence[int], **more: Any) -> dict[str, Any]:
+    """A cell whose statistics and distances agree with its counts. more: depth and kv, and other fields."""
     value, error, interval = cell_statistics("mean_accuracy", correct, asked)
-    hits = [place < right for right, all_ in zip(correct, asked, strict=True) for place in range(all_)]
+    hits = [[place < right for place in range(all_)] for right, all_ in zip(correct, asked, strict=True)]
+    coordinates = {name: more.pop(name) for name in ("depth", "kv") if name in more}
     depth = coordinates.get("depth")
     return {
         "name": f"capacity-length{length}" + (f"-depth{depth:g}" if depth is not None else ""),
         "variant": "capacity",
         "eval_length": length,
         "ratio": length / 64,
-        **coordinates,
+        "coordinates": coordinates,
+        **more,
         "n": len(asked),
         "real_tokens": {"min": length - 2, "mean": length - 0.5, "max": length},
         "correct": list(correct),
@@ -27,8 +29,13 @@ def cell(length: int, correct: Sequence[int], asked: Sequence[int], **coordinate
         "value": value,
         "standard_error": error,
         "interval": interval,
-        "by_distance": distance_bins([3 + 5 * place for place in range(len(hits))], hits),
+        "by_distance": distance_bins(_distances(asked), hits),
     }
+
+
+def _distances(asked: Sequence[int]) -> list[list[int]]:
+    starts = [sum(asked[:index]) for index in range(len(asked))]
+    return [[3 + 5 * (start + place) for place in range(all_)] for start, all_ in zip(starts, asked, strict=True)]
 
 
 def content(seed: int = 0) -> dict[str, Any]:
@@ -45,6 +52,7 @@ def content(seed: int = 0) -> dict[str, Any]:
         for position in (1, 64)
     ]
     return {
+        "harness_version": 1,
         "task": {
             "name": "mqar",
             "version": 1,
@@ -58,7 +66,7 @@ def content(seed: int = 0) -> dict[str, Any]:
             "architecture": "mamba2",
             "addons": ["post"],
             "config": {"d_model": 64, "post": {"taper": True}},
-            "parameters": {"total": 50_000, "embedding": 17_408, "not_decayed": 300},
+            "parameters": {"trainable": 50_000, "embedding": 17_408, "not_decayed": 300},
             "state_elements": [2048, 2048],
             "backend": "torch",
         },
@@ -67,13 +75,17 @@ def content(seed: int = 0) -> dict[str, Any]:
             "training_hash": "b" * 16,
             "seed": seed,
             "train_length": 64,
+            "longest_trained": 64,
             "steps": 1500,
             "tokens": 6_144_000,
             "optimizer": "AdamW",
             "learning_rate": 0.01,
             "final_loss": 0.02,
             "final_accuracy": 0.99,
-            "stages": [{"shape": {"length": 32, "kv": 2}, "step": 120}, {"shape": {"length": 64, "kv": 8}}],
+            "stages": [
+                {"shape": {"length": 32, "kv": 2}, "batches": 300, "step": 120},
+                {"shape": {"length": 64, "kv": 8}, "batches": 1200},
+            ],
         },
         "seed": seed,
         "cells": [

@@ -149,7 +149,8 @@ def test_the_summary_takes_the_median_over_seeds() -> None:
     records = [example.record(seed) for seed in (0, 4, 16)] + [variation(model__cell="mamba2")]
     assert columns(records) == ["1x", "2x"]
     plain, post = rows(records)
-    assert (plain.model, plain.seeds, post.model, post.seeds) == ("mamba2", 1, "mamba2+post", 3)
+    assert (plain.model, plain.seeds) == ("mamba2", {"1x": 1, "2x": 1})
+    assert (post.model, post.seeds) == ("mamba2+post", {"1x": 3, "2x": 3})
     assert post.values["2x"] == pytest.approx((10 + 12 + 3 + 4) / 64)
     assert post.values["1x"] == pytest.approx((31 / 32 + 1) / 2), "a mean over depths"
 
@@ -160,14 +161,117 @@ def test_only_equal_runs_are_put_together() -> None:
         variation(seed=1, model__config={"d_model": 128}),
         variation(seed=2, training__config={"steps": 3000, "seed": 2}),
         variation(seed=3, task__config={"vocab_size": 512}),
+        variation(seed=4, task__evaluation__capacity_ratio=4),
+        variation(seed=5, task__evaluation__seed=1),
+        variation(seed=6, environment__dtype="bfloat16"),
+        variation(seed=7, harness_version=2),
+        variation(seed=8, training__train_length=32),
     ]
-    assert [row.seeds for row in rows(records)] == [1, 1, 1, 1]
+    assert [set(row.seeds.values()) for row in rows(records)] == [{1}] * len(records)
+
+
+def test_other_lengths_samples_and_variants_are_the_same_experiment() -> None:
+    records = [
+        example.record(0),
+        variation(seed=1, task__evaluation={"lengths": ["2x"], "samples": 9, "seed": 0, "variants": ["capacity"]}),
+        variation(seed=2, training__config={"steps": 1500, "seed": 2}),
+    ]
+    (row,) = rows(records)
+    assert row.seeds == {"1x": 3, "2x": 3}
+
+
+def capacity(ratio: int, seed: int, accuracy: float, lengths: tuple[int, ...] = (64, 128)) -> Record:
+    """A record of one capacity cell a length, with T / ratio pairs at T."""
+    content = example.content(seed)
+    content["task"]["evaluation"] |= {"capacity_ratio": ratio, "lengths": [f"{length // 64}x" for length in lengths]}
+    content["cells"] = []
+    for length in lengths:
+        kv = length // ratio
+        cell = example.cell(length, [round(accuracy * kv)] * 4, [kv] * 4, kv=kv)
+        content["cells"].append({**cell, "name": f"capacity-length{length}-kv{kv}"})
+    return seal(content)
+
+
+def printed(records: list[Record], width: int = 200) -> tuple[list[list[str]], str]:
+    """The table's lines of records, entry by entry, and all of its text."""
+    text = io.StringIO()
+    Console(file=text, width=width).print(table(records))
+    lines = [line for line in text.getvalue().splitlines() if "mqar v" in line]
+    return [[entry.strip() for entry in line.split("│")[1:-1]] for line in lines], text.getvalue()
+
+
+def test_evaluations_of_another_difficulty_are_not_averaged() -> None:
+    records = [capacity(8, 0, 1.0), capacity(4, 0, 0.5), capacity(4, 1, 0.25)]
+    one, other = sorted(rows(records), key=lambda row: row.seeds["1x"])
+    assert (one.values, one.seeds) == ({"1x": 1.0, "2x": 1.0}, {"1x": 1, "2x": 1})
+    assert (other.values, other.seeds) == ({"1x": 0.375, "2x": 0.375}, {"1x": 2, "2x": 2})
+    lines, _ = printed(records)
+    assert sorted(line[4:6] for line in lines) == [
+        ["evaluation.capacity_ratio=4", "0.375"],
+        ["evaluation.capacity_ratio=8", "1.000"],
+    ]
+
+
+def test_a_seed_that_is_missing_at_a_length_is_not_counted_there() -> None:
+    records = [capacity(8, 0, 1.0), capacity(8, 1, 0.5, lengths=(64,))]
+    (row,) = rows(records)
+    assert (row.values, row.seeds) == ({"1x": 0.75, "2x": 1.0}, {"1x": 2, "2x": 1})
+    ((*_, seeds),), _ = printed(records)
+    assert seeds == "1-2"
+
+
+def test_the_same_cell_of_a_seed_counts_once_and_with_the_most_samples() -> None:
+    """Two evaluations of one seed at 1x, one of them also at 2x: the mean over a column's cells is one over cells."""
+    few = capacity(8, 0, 1.0, lengths=(64,))
+    content = capacity(8, 0, 0.5).plain()
+    content["task"]["evaluation"]["samples"] = 8
+    content["cells"] = [
+        {**example.cell(c["eval_length"], [c["correct"][0]] * 8, [c["asked"][0]] * 8, kv=4), "name": c["name"]}
+        for c in content["cells"]
+    ]
+    many = seal({key: content[key] for key in content if key not in ("record_id", "schema_version")})
+    for records in ([few, many], [many, few]):
+        (row,) = rows(records)
+        assert (row.values, row.seeds) == ({"1x": 0.5, "2x": 0.5}, {"1x": 1, "2x": 1})
+
+
+def test_listed_pairs_of_one_length_have_a_column_each() -> None:
+    content = example.content()
+    content["cells"] = [
+        {**example.cell(64, [right], [16], kv=kv, variant="listed"), "name": f"listed-{kv}"}
+        for kv, right in ((16, 4), (4, 16), (8, 12))
+    ] + [example.cell(128, [2], [16], kv=32, variant="listed")]
+    made = seal(content)
+    assert columns([made]) == ["1x kv=4", "1x kv=8", "1x kv=16", "2x"]
+    (row,) = rows([made])
+    assert row.values == {"1x kv=16": 0.25, "1x kv=4": 1.0, "1x kv=8": 0.75, "2x": 0.125}
+
+
+def test_lengths_that_round_to_the_same_ratio_are_kept_apart() -> None:
+    lengths = (2**20 + 1, 2**20, 2**20 + 2)
+    content = example.content()
+    content["training"] |= {"train_length": 2**20, "longest_trained": 2**20}
+    content["cells"] = [
+        example.cell(length, [index], [2], ratio=length / 2**20) for index, length in enumerate(lengths)
+    ]
+    made = seal(content)
+    assert columns([made]) == ["1x", "1048577", "1048578"]
+    (row,) = rows([made])
+    assert row.values == {"1048577": 0.0, "1x": 0.5, "1048578": 1.0}
+
+
+def test_the_table_says_where_training_ended_early() -> None:
+    lines, text = printed([example.record(0), variation(seed=1, training__longest_trained=32)])
+    assert [line[2] for line in lines] == ["64 (32)"]
+    assert "in brackets: the longest sequence really trained on" in " ".join(text.split())
+    lines, text = printed([example.record(0)])
+    assert [line[2] for line in lines] == ["64"] and "brackets" not in text
 
 
 def test_the_same_seed_twice_counts_once() -> None:
     records = [example.record(0), variation(cost__evaluation_seconds=9.0), example.record(16)]
     (row,) = rows(records)
-    assert row.seeds == 2
+    assert row.seeds == {"1x": 2, "2x": 2}
     assert row.values["2x"] == pytest.approx((25 / 64 + 41 / 64) / 2)
 
 
@@ -182,9 +286,5 @@ def test_lengths_stand_where_the_ratio_is_not_known() -> None:
 
 
 def test_the_table_shows_a_row_a_model() -> None:
-    text = io.StringIO()
-    Console(file=text, width=120).print(table([example.record(seed) for seed in range(3)]))
-    (line,) = [line for line in text.getvalue().splitlines() if "mqar" in line]
-    assert [entry.strip() for entry in line.split("│")[1:-1]] == [
-        *("mqar v1", "mamba2+post", "64", "capacity", "0.984", "0.406", "3"),
-    ]
+    lines, _ = printed([example.record(seed) for seed in range(3)], width=120)
+    assert lines == [["mqar v1", "mamba2+post", "64", "capacity", "0.984", "0.406", "3"]]

@@ -29,7 +29,7 @@ from decaybench.results.record import (
     record_hash,
     seal,
 )
-from decaybench.results.statistics import cell_statistics
+from decaybench.results.statistics import cell_statistics, wilson
 from tests.results import example
 
 Path_ = tuple[str | int, ...]
@@ -101,7 +101,7 @@ def test_a_file_with_any_changed_value_is_refused() -> None:
 def test_what_is_unknown_is_absent_and_comparable_to_is_null() -> None:
     content = json.loads(example.record().to_json())
     assert "checkpoint" not in content and "git_revision" not in content["environment"]
-    assert "depth" not in content["cells"][2] and "step" not in content["training"]["stages"][1]
+    assert "realised_depth" not in content["cells"][2] and "step" not in content["training"]["stages"][1]
     assert content["comparable_to"] is None
     assert content["task"]["config"]["examples"] is None, "a configuration is kept as it is, nulls included"
 
@@ -157,6 +157,8 @@ def test_a_missing_file_is_a_user_error(tmp_path: Path) -> None:
         (("model", "config"), {"alpha": float("nan")}, "model.config"),
         (("task", "metric"), "all_corect", "did you mean 'all_correct'"),
         (("cost", "peak_memory_bytes"), -1, "cost.peak_memory_bytes=-1"),
+        (("cells", 0, "coordinates", "kv"), float("inf"), "cells.0.coordinates.kv"),
+        (("cells", 0, "coordinates", "kv"), "8", "cells.0.coordinates.kv"),
         (("cells", 0, "n"), 5, "n is 5, but correct has 4 counts and asked 4"),
         (("cells", 0, "correct"), [8, 8, 8], "n is 4, but correct has 3 counts"),
         (("cells", 0, "correct"), [8, 8, 9, 8], "0 <= correct <= asked"),
@@ -191,7 +193,9 @@ def test_a_checkpoint_keeps_no_private_path() -> None:
         (("by_distance", 0, "high"), lambda x: x + 1, "by_distance from 2 goes to 5"),
         (("by_distance", 0, "low"), lambda x: 3, "rising powers of two"),
         (("by_distance",), lambda x: x[::-1], "rising powers of two"),
+        (("by_distance", 0, "samples"), lambda x: x + 1, "by_distance from 2 has 2 samples of 4, with 1 questions"),
         (("ratio",), lambda x: 2.0, "ratio is 2.0"),
+        (("ratio",), lambda x: None, "ratio is None, but 64 / 64 tokens is not"),
         (("real_tokens", "mean"), lambda x: 1000.0, "real_tokens"),
     ],
 )
@@ -209,14 +213,24 @@ def test_rounding_in_the_last_digits_is_no_fault() -> None:
 
 
 def test_distances_are_counted_by_octave() -> None:
-    bins = distance_bins([1, 2, 3, 4, 7, 8, 1000], [True, False, True, True, True, False, True])
-    assert [(part.low, part.high, part.asked, part.correct) for part in bins] == [
-        (1, 2, 1, 1),
-        (2, 4, 2, 1),
-        (4, 8, 2, 2),
-        (8, 16, 1, 0),
-        (512, 1024, 1, 1),
+    distances = [(1, 2, 3, 4), (7, 8, 1000), (3, 2, 8, 9)]
+    hits = [(True, False, True, True), (True, False, True), (False, False, True, True)]
+    bins = distance_bins(distances, hits)
+    assert [(part.low, part.high, part.samples, part.asked, part.correct) for part in bins] == [
+        (1, 2, 1, 1, 1),
+        (2, 4, 2, 4, 1),
+        (4, 8, 2, 2, 2),
+        (8, 16, 2, 3, 2),
+        (512, 1024, 1, 1, 1),
     ]
+    assert distance_bins([(), ()], [(True,), (False,)]) == (), "a task without distances"
+
+
+def test_a_bins_interval_counts_samples() -> None:
+    """Forty questions of four samples: were they the same question four times, n would be four."""
+    (part,) = distance_bins([(2,) * 10] * 4, [(True,) * 10] * 3 + [(False,) * 10])
+    assert (part.samples, part.asked, part.correct) == (4, 40, 30)
+    assert part.share_interval() == wilson(0.75, 4)
 
 
 def test_the_data_hash_depends_on_names_contents_and_order() -> None:
@@ -230,7 +244,65 @@ def test_groups_are_means_over_depth() -> None:
     first, second = groups(record)
     assert (first.eval_length, first.n, second.eval_length, second.n) == (64, 8, 128, 4)
     assert first.value == pytest.approx((record.cells[0].value + record.cells[1].value) / 2)
+    assert (first.coordinates, second.coordinates) == ({"kv": 8}, {"kv": 16})
     assert (first.value, first.interval) == cell_statistics("mean_accuracy", [8, 8, 7, 8] + [8] * 4, [8] * 8)[::2]
+
+
+def test_groups_keep_apart_whatever_is_not_depth() -> None:
+    content = example.content()
+    kinds = [{"kv": 8, "depth": 0.0}, {"kv": 8, "depth": 1.0}, {"kv": 4, "depth": 0.0}, {"kv": 8, "hay": 0.5}]
+    content["cells"] = [
+        {**example.cell(64, [1], [1]), "name": f"cell{index}", "coordinates": kind} for index, kind in enumerate(kinds)
+    ]
+    found = groups(seal(content))
+    assert [(group.coordinates, group.n) for group in found] == [
+        ({"kv": 8}, 2),
+        ({"kv": 4}, 1),
+        ({"kv": 8, "hay": 0.5}, 1),
+    ]
+    text = io.StringIO()
+    Console(file=text, width=100).print(seal(content))
+    lines = [
+        [entry.strip() for entry in line.split("│")[1:-1]] for line in text.getvalue().splitlines() if "1x" in line
+    ]
+    assert [line[3:5] for line in lines] == [["8", ""], ["4", ""], ["8", "0.5"]]
+
+
+def test_coordinates_keep_their_kind_of_number() -> None:
+    text = example.record().to_json()
+    assert '"coordinates": {"depth": 0.0, "kv": 8}' in text
+    kept = parse_record(json.loads(text), "record").cells[0].coordinates
+    assert [type(value) for value in kept.values()] == [float, int]
+
+
+def origin(**claims: Any) -> Record:
+    """The example as the record of a checkpoint that states `claims`."""
+    content = example.content()
+    del content["training"]
+    return seal({**content, "checkpoint": {"source": "a/b", "sha256": "0" * 64, **claims}})
+
+
+def test_ratios_are_to_the_training_length_that_the_record_knows() -> None:
+    check_counts(origin(train_length=64))
+    with pytest.raises(UserError, match=r"ratio is 1.0, but 64 / 128 tokens is not"):
+        check_counts(origin(train_length=128))
+    with pytest.raises(UserError, match=r"ratio is 1.0, but no training length is known"):
+        check_counts(origin())
+    assert [origin(**claims).train_length for claims in ({}, {"train_length": 64})] == [None, 64]
+    assert example.record().train_length == 64
+
+
+def test_the_caption_says_where_training_ended_early() -> None:
+    content = example.content()
+    content["training"]["longest_trained"] = 32
+    for short in (seal(content), origin(train_length=64, longest_trained=32)):
+        assert short.longest_trained == 32
+        text = io.StringIO()
+        Console(file=text, width=200).print(short)
+        for shown in (text.getvalue(), short._repr_html_()):
+            assert "trained on at most 32 tokens, so 1x (64) is beyond training already" in shown
+    for whole in (example.record(), origin(train_length=64), origin()):
+        assert "trained on at most" not in whole._repr_html_()
 
 
 def test_a_terminal_and_a_notebook_show_the_values() -> None:
@@ -259,7 +331,7 @@ def test_the_schema_describes_the_file() -> None:
         {**content, "extra": 1},
         {**content, "checkpoint": None},
         {key: content[key] for key in content if key != "comparable_to"},
-        replaced(content, ("cells", 0, "depth"), lambda _: None),
+        replaced(content, ("cells", 0, "realised_depth"), lambda _: None),
     ):
         assert not validator.is_valid(broken)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from decaybench.core.config import parse
 from decaybench.core.errors import UserError
-from decaybench.tasks.base import IGNORED
+from decaybench.tasks.base import IGNORED, Cell
 from decaybench.tasks.mqar import Mqar, MqarConfig, MqarEvaluation, MqarShape, expected_key_repeats
 from decaybench.tasks.registry import TASKS, get_task, make_task
 from tests.statistics import fits
@@ -267,15 +267,6 @@ def test_a_cell_that_cannot_exist_is_an_error():
         parse(MqarEvaluation, {"variants": ["persist", "persist"]}, "evaluation")
 
 
-def test_scores_are_the_share_of_questions_answered():
-    batch = sample(MqarShape(length=32, kv=4), n=2)
-    correct = batch.asked.copy()
-    correct[1, np.flatnonzero(correct[1])[0]] = False
-    # What is "predicted" elsewhere doesn't count.
-    correct |= ~batch.asked
-    assert task().scores(batch, correct).tolist() == [1.0, 0.75]
-
-
 def test_registry_makes_each_task_and_hints_at_names():
     for name, entry in TASKS.items():
         made = make_task(parse(entry.config, {"name": name}))
@@ -291,3 +282,11 @@ def test_a_hundred_thousand_samples_take_seconds_not_minutes():
     sample(MqarShape(length=64, kv=4), n=100_000, vocab_size=8192)
     # Measured 0.4 s on two cores; the bound is for a busy machine, and still fails a loop over samples.
     assert time.perf_counter() - start < 5
+
+
+def test_a_random_fill_is_remarked_upon():
+    (remark,) = Mqar(MqarConfig(fill="random", vocab_size=8192)).remarks(
+        [Cell(MqarShape(length=length, kv=kv), "listed", {"kv": kv}) for length, kv in ((128, 16), (64, 4))]
+    )
+    assert "0.16 times a sample" in remark and "listed-length128-kv16" in remark  # 80 fillers, 16 of 8192 tokens
+    assert Mqar(MqarConfig()).remarks([]) == []

@@ -312,11 +312,3 @@ def test_the_curriculum_grows_to_the_training_length():
         plan(train_length=4)
     with pytest.raises(UserError, match="values=20: the smallest length is 43"):
         plan(train_length=32, values=20)
-
-
-def test_scores_ask_for_every_value():
-    batch = sample(NiahShape(length=64, needles=2, queries=2, values=2), n=3)
-    correct = np.ones_like(batch.asked)
-    correct[1, -1] = False
-    correct[2, 0] = False
-    assert task().scores(batch, correct).tolist() == [1.0, 0.0, 1.0]
