@@ -13,6 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from decaybench.core.errors import RunError as RunError
+    from decaybench.core.errors import UserError as UserError
     from decaybench.harness.config import RunConfig as RunConfig
     from decaybench.harness.presets import configure as configure
     from decaybench.harness.run import run as run
@@ -27,6 +29,8 @@ _HOMES = {
     "ModelConfig": "decaybench.models.config",
     "Record": "decaybench.results.record",
     "RunConfig": "decaybench.harness.config",
+    "RunError": "decaybench.core.errors",
+    "UserError": "decaybench.core.errors",
     "configure": "decaybench.harness.presets",
     "build_model": "decaybench.models.language_model",
     "run": "decaybench.harness.run",

@@ -63,7 +63,9 @@ _FLAGS: dict[str, Any] = {
     "preset": Annotated[
         str | None, _option(panel=MODEL, shown="smoke", help="Named settings; `bench list` names them.")
     ],
-    "config": Annotated[Path | None, _option(panel=MODEL, help="YAML file of settings; flags win over it.")],
+    "config": Annotated[
+        Path | None, _option(panel=MODEL, help="YAML file of settings, in place of a preset; flags win over it.")
+    ],
     "train_length": Annotated[
         int | None, _option(panel=MODEL, shown="by preset", help="Longest training length, tokens.", **_WHOLE)
     ],
@@ -95,7 +97,12 @@ _FLAGS: dict[str, Any] = {
         str | None, _option(panel=RUNNING, shown="auto", help="Kernels of the recurrence: auto or torch.")
     ],
     "out": Annotated[Path | None, _option(panel=RUNNING, shown="runs", help="Folder of run folders.")],
-    "force": Annotated[bool, _option("--force", panel=RUNNING, help="Start anew where the run exists.")],
+    "force": Annotated[
+        bool,
+        _option(
+            "--force", panel=RUNNING, help="Delete the run where it exists, with all its evaluations, and start anew."
+        ),
+    ],
     "json": Json,
     "quiet": Annotated[bool, _option("--quiet", panel=RUNNING, help="No progress on stderr.")],
 }
@@ -274,6 +281,8 @@ def main() -> None:
     # PyTorch's threads spin while they wait for one another: beside any other program on the same cores a run took
     # 15 times longer. Sleeping costs a tenth on an idle machine. To be said before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if sys.stdout is None:  # closed by the caller (>&-), who wants the run and not its output
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 it lives as long as the process
     try:
         if app(standalone_mode=False) == _INTERRUPTED:
             raise KeyboardInterrupt
@@ -346,7 +355,8 @@ def _show(outcomes: Sequence[Outcome]) -> None:
 def _print(what: Any) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False)
+    # Into a file or a pipe nothing needs to fit a screen: a table there keeps all its digits.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
     if isinstance(what, str):
         console.print(what, markup=False, soft_wrap=True)
     else:

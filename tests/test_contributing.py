@@ -12,6 +12,7 @@ import pytest
 
 from decaybench.core.config import parse
 from decaybench.harness import selftest
+from decaybench.harness.presets import configure
 from decaybench.models import registry
 from decaybench.models.config import ModelConfig
 from decaybench.models.language_model import build_model
@@ -43,10 +44,11 @@ def test_the_architecture_holds_every_invariance_with_and_without_post(example, 
     )
     known = registry.architectures() | {"leaky": leaky}
     monkeypatch.setattr(registry, "architectures", lambda: known)
-    for variant in (None, "minimal"):
-        checks = selftest.selftest(selftest.small_config("leaky", variant))
-        assert len(checks) > 50
-        assert [check for check in checks if not check.passed] == []
+    for name, checks in (selftest.check_models("leaky") | selftest.check_models("leaky", post=True)).items():
+        assert len(checks) > 50, name
+        assert [check for check in checks if not check.passed] == [], name
+    (config,) = configure("mqar", flags={"model.name": "leaky"})
+    assert (config.model.name, config.model.d_model) == ("leaky", 64)
     model = build_model(parse(ModelConfig, {"name": "leaky", "d_model": 8, "post": {"horizon": 16}}))
     taus = model.blocks[0].mixer.timescales(1)
     np.testing.assert_allclose(taus.detach(), np.geomspace(16, 1, 8), rtol=1e-5)

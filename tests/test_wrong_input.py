@@ -282,3 +282,12 @@ def test_the_installed_command_says_the_same(made: Path, name: str) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("bench: ") and done.stderr.count("\n") == 1
     assert all(fragment in done.stderr for fragment in fragments)
+
+
+def test_what_a_file_says_beside_a_checkpoint_is_refused_where_it_would_be_ignored(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "q.yaml").write_text("model: {name: attention}\nseed: 7\n")
+    refused = bench("niah", "--config", "q.yaml", "--checkpoint", "run")
+    assert refused.code == 2 and "leave out model" in refused.err
+    doubled = bench("niah", "--seeds", "0,1", "--set", "seed=5")
+    assert doubled.code == 2 and "exclude each other" in doubled.err

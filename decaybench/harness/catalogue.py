@@ -49,7 +49,9 @@ def catalogue() -> Catalogue:
             for task, presets in PRESETS.items()
             for name, preset in presets.items()
         ],
-        "model sizes": [{"name": size, "models": ", ".join(models)} for size, models in SIZES.items()],
+        "model sizes (Python: decaybench.models.config.preset)": [
+            {"name": size, "models": ", ".join(models)} for size, models in SIZES.items()
+        ],
     }
 
 

@@ -59,7 +59,7 @@ class TrainingConfig(Config):
 
 
 class RunConfig(Config):
-    """One run: a model, a task, how to train on it and what to ask. `resolve` completes what depends on other parts."""
+    """One run: a model, a task, how to train on it and what to ask. What follows from the task is filled in."""
 
     model: ModelConfig = Field(default_factory=ModelConfig, description="the model")
     task: SerializeAsAny[TaskConfig] = Field(description="the task and its training data")

@@ -24,7 +24,8 @@ from decaybench.tasks.registry import get_task
 
 @dataclass(frozen=True)
 class Preset:
-    """Settings for a run. models: each architecture's sizes; run: all else.
+    """Settings for a run. models: each architecture's sizes; run: all else; others: sizes of an architecture that is
+    not among them (None: there are none, a published protocol's say).
 
     learning_rates: the protocol's grid by architecture, `*` for all others; a run takes its middle one.
     """
@@ -33,6 +34,7 @@ class Preset:
     models: dict[str, dict[str, Any]]
     run: dict[str, Any]
     learning_rates: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    others: dict[str, Any] | None = None
 
     def learning_rate(self, model: str) -> float | None:
         """The middle of the grid (the upper one of two); None: the preset has no grid."""
@@ -41,6 +43,7 @@ class Preset:
 
 
 _SMOKE_MODELS = {name: models.preset("smoke", name) for name in models.PRESETS["smoke"]}
+_SMOKE_OTHERS: dict[str, Any] = {"d_model": 64, "n_layers": 2}
 _WIDE = 8192
 
 
@@ -146,7 +149,7 @@ def _post(state: str, d_model: int, heads: int) -> Preset:
 
 PRESETS: dict[str, dict[str, Preset]] = {
     "mqar": {
-        "smoke": Preset("two CPU cores, minutes: T = 128, tested at 1x to 8x", _SMOKE_MODELS, {}),
+        "smoke": Preset("two CPU cores, minutes: T = 128, tested at 1x to 8x", _SMOKE_MODELS, {}, others=_SMOKE_OTHERS),
         "zoology-iclr24-64": _iclr24(64, 4, 512),
         "zoology-iclr24-128": _iclr24(128, 8, 512),
         "zoology-iclr24-256": _iclr24(256, 16, 256),
@@ -158,7 +161,10 @@ PRESETS: dict[str, dict[str, Preset]] = {
     },
     "niah": {
         "smoke": Preset(
-            "two CPU cores, minutes: T = 128, tested at 1x to 8x", _SMOKE_MODELS, {"training": {"steps": 800}}
+            "two CPU cores, minutes: T = 128, tested at 1x to 8x",
+            _SMOKE_MODELS,
+            {"training": {"steps": 800}},
+            others=_SMOKE_OTHERS,
         ),
     },
 }
@@ -175,14 +181,15 @@ def preset_layer(task: str, name: str, model: str) -> dict[str, Any]:
     """A preset's settings for a model, as a layer for `make_config`. Raises UserError."""
     preset = get_preset(task, name)
     get_architecture(model)
-    if model not in preset.models:
-        sizes = ", ".join(sorted(preset.models))
-        raise UserError(f"preset {name} of {task} has no sizes for model {model!r}; it has them for: {sizes}")
+    sizes = preset.models.get(model, preset.others)
+    if sizes is None:
+        known = ", ".join(sorted(preset.models))
+        raise UserError(f"preset {name} of {task} has no sizes for model {model!r}; it has them for: {known}")
     rate = preset.learning_rate(model)
     return {
         **preset.run,
         "task": {"name": task, **preset.run.get("task", {})},
-        "model": {"name": model, **preset.models[model]},
+        "model": {"name": model, **sizes},
         "training": {**preset.run.get("training", {}), **({} if rate is None else {"learning_rate": rate})},
     }
 
@@ -203,20 +210,21 @@ def configure(
     """
     given = {key: value for key, value in (flags or {}).items() if value is not None}
     settings = list(settings)
-    if seeds is not None and "seed" in given:
-        raise UserError("--seed and --seeds exclude each other")
     if seeds is not None and len(set(seeds)) < len(seeds):
         raise UserError("--seeds: a seed stands there twice")
     layers: list[Mapping[str, Any]] = [] if file is None else [read_yaml(file)]
     layers += [nested(key.split("."), value) for key, value in given.items()]
     layers.append(apply_settings({}, settings))
+    if seeds is not None and _said(layers, "seed") is not None:
+        raise UserError("--seed and --seeds exclude each other; so do a seed in the file or by --set and --seeds")
     named = _said(layers, "task", "name")
     if named not in (None, task):
         get_task(str(named))
         raise UserError(f"task.name={named!r} is another task than this command's: use `bench {named}`")
     checkpoint = _said(layers, "checkpoint")
     if checkpoint is not None:
-        keys = [*given, *(setting.partition("=")[0].strip() for setting in settings)]
+        in_file = [] if file is None else [key for key in layers[0] if key != "task"]
+        keys = [*given, *(setting.partition("=")[0].strip() for setting in settings), *in_file]
         _check_nothing_trained(keys, preset, seeds)
         base = _checkpoint_layer(task, Path(str(checkpoint)))
     elif file is None or preset is not None:
@@ -224,10 +232,14 @@ def configure(
     else:
         base = {}
     several: Sequence[int | None] = [None] if seeds is None else seeds
-    return [
+    configs = [
         make_config({"task": {"name": task}}, base, *layers, *([] if seed is None else [{"seed": seed}]))
         for seed in several
     ]
+    ignored = [key for key in ("evaluation.lengths", "evaluation.variants") if key in given]
+    if ignored and not configs[0].evaluation.uses_lengths:
+        raise UserError(f"{ignored[0]} would be ignored: evaluation.pairs names the cells one by one")
+    return configs
 
 
 def _said(layers: Sequence[Mapping[str, Any]], *path: str) -> Any:

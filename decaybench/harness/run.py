@@ -168,7 +168,7 @@ def _record(
         ),
         "model": model_info(model, config.task.train_length),
         "training": training,
-        "checkpoint": _checkpoint_info(checkpoint) if checkpoint else None,
+        "checkpoint": _checkpoint_info(config, checkpoint) if checkpoint else None,
         "seed": config.seed,
         "cells": found.cells,
         "spectrum": spectrum.info(),
@@ -185,9 +185,10 @@ def _record(
     return seal({key: value for key, value in content.items() if value is not None or key == "comparable_to"})
 
 
-def _checkpoint_info(checkpoint: Checkpoint) -> CheckpointInfo:
+def _checkpoint_info(config: RunConfig, checkpoint: Checkpoint) -> CheckpointInfo:
     return CheckpointInfo(
-        source=str(checkpoint.folder),
+        # The last part alone: the one before may be somebody's name.
+        source=Path(config.checkpoint or checkpoint.folder).resolve().name,
         sha256=checkpoint.sha256,
         train_length=checkpoint.train_length,
         longest_trained=checkpoint.longest_trained,

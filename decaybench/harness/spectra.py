@@ -87,7 +87,7 @@ class Spectrum:
         for layer in self.layers:
             rows = zip(labels, _summary(layer.at_start), _summary(layer.after), strict=True)
             for label, start, after in rows:
-                numbers = [f"{tau:.3g}" for at in (start, after) for tau in (at.slowest, at.median, at.fastest)]
+                numbers = [_tokens(tau) for at in (start, after) for tau in (at.slowest, at.median, at.fastest)]
                 table.add_row(str(layer.layer), label, *numbers)
         return table
 
@@ -125,6 +125,9 @@ def draw_spectra(paths: Sequence[Path], out: Path | None = None) -> list[tuple[P
 
     out: another folder, with one folder a run in it where there are several. Returns each folder and what was drawn.
     """
+    names = [path.resolve().name for path in paths]
+    if out is not None and len(set(names)) < len(names):
+        raise UserError(f"--out {out}: two of the runs are named {max(names, key=names.count)}; draw them one by one")
     drawn = []
     for path in paths:
         folder = path / "spectrum" if out is None else out if len(paths) == 1 else out / path.name
@@ -157,6 +160,10 @@ def _summary(timescales: Timescales) -> tuple[SpectrumAt, ...]:
             )
         )
     return tuple(summary)
+
+
+def _tokens(tau: float) -> str:
+    return f"{tau:.3g}" if tau < 1000 else f"{tau:.0f}"
 
 
 def _median(values: torch.Tensor) -> float:

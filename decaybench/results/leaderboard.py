@@ -133,7 +133,7 @@ def table(records: Sequence[Record]) -> Table:
     grid = Table(caption=caption, caption_justify="left")
     for heading in ("task", "model", "T", "variant", *(["settings"] if any(notes) else []), *names, "seeds"):
         left = heading in ("task", "model", "variant", "settings")
-        grid.add_column(heading, justify="left" if left else "right", no_wrap=heading != "settings")
+        grid.add_column(heading, justify="left" if left else "right", overflow="fold", min_width=5)
     for row, note in zip(lines, notes, strict=True):
         values = [f"{row.values[name]:.3f}" if name in row.values else "" for name in names]
         few, most = min(row.seeds.values()), max(row.seeds.values())

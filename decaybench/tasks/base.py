@@ -30,7 +30,7 @@ Split = Literal["train", "validation", "test"]
 class Shape(Config):
     """What one sample looks like. Each task adds its own fields."""
 
-    length: int = Field(ge=1, description="tokens in a sample")
+    length: int = Field(ge=1, le=2**31, description="tokens in a sample")
 
 
 class Stage(Config):
@@ -44,7 +44,7 @@ class TaskConfig(Config):
     """The rules of a task and its training data. Part of the training hash."""
 
     name: str
-    train_length: int = Field(ge=2, description="longest training length, tokens")
+    train_length: int = Field(ge=2, le=2**31, description="longest training length, tokens")
 
 
 # In YAML a length in tokens is a number.

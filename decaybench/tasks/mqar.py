@@ -31,6 +31,7 @@ from decaybench.tasks.base import (
     without_repeats,
 )
 
+Size = Annotated[int, Field(ge=1, le=2**31)]
 Fill = Literal["random", "zero", "random-safe"]
 Variant = Literal["capacity", "persist"]
 
@@ -54,7 +55,7 @@ class MqarConfig(TaskConfig):
     """MQAR's rules and training data."""
 
     name: Literal["mqar"] = "mqar"
-    train_length: int = Field(default=128, ge=2, description="longest training length, tokens")
+    train_length: int = Field(default=128, ge=2, le=2**31, description="longest training length, tokens")
     vocab_size: int = Field(default=272, ge=4, le=2**31, description="tokens: 0, then keys, then values from half on")
     fill: Fill = Field(
         default="random-safe",
@@ -78,7 +79,7 @@ class MqarEvaluation(EvaluationConfig):
     persist_kv: int | None = Field(
         default=None, ge=1, description="pairs in persist cells; none: train_length / capacity_ratio"
     )
-    pairs: tuple[tuple[int, int], ...] | None = Field(
+    pairs: tuple[tuple[Size, Size], ...] | None = Field(
         default=None, min_length=1, description="the cells one by one as (length, kv), instead of variants and lengths"
     )
 

@@ -75,7 +75,7 @@ class NiahConfig(TaskConfig):
     """NIAH's rules and training data."""
 
     name: Literal["niah"] = "niah"
-    train_length: int = Field(default=128, ge=2, description="longest training length, tokens")
+    train_length: int = Field(default=128, ge=2, le=2**31, description="longest training length, tokens")
     key_tokens: int = Field(default=64, ge=1, le=2**28, description="tokens that can be a key")
     value_tokens: int = Field(default=64, ge=2, le=2**28, description="tokens that can be a value")
     hay_tokens: int = Field(default=64, ge=1, le=2**28, description="tokens that can be hay")

@@ -219,7 +219,7 @@ def test_a_run_as_checkpoint_gives_the_values_of_the_run(
         assert found["model"] == run["model"]
         sha256 = read_checkpoint(newest).sha256
         assert found["checkpoint"] == {
-            **{"source": "checkpoint/step-00000012", "sha256": sha256},
+            **{"source": folder.name, "sha256": sha256},
             **{"train_length": 32, "longest_trained": 32},
         }
         assert samples(here / "runs" / f"{task}-mamba2-{sha256[:12]}") == samples(folder)

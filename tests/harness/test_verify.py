@@ -116,7 +116,10 @@ def test_a_record_of_a_checkpoint(here: Path, finished: Finished) -> None:
 
 def test_with_post_and_listed_pairs(here: Path) -> None:
     words = ("--post", "--set", "evaluation.pairs=[[16,2],[64,8]]", "--seed", "3")
-    assert bench(*MQAR, *words).code == 0
+    asked = MQAR.index("--eval-lengths")
+    assert bench(*MQAR[:asked], *MQAR[asked + 2 :], *words).code == 0
+    refused = bench(*MQAR, *words)
+    assert refused.code == 2 and "evaluation.lengths would be ignored" in refused.err
     (run,) = (here / "runs").iterdir()
     assert [new for _, new in add_to_leaderboard(Path("board.json"), [run])] == [True]
     assert validate_file(record_path(run)) == (1, ())
