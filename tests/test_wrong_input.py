@@ -36,7 +36,10 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no argument": (("spectrum",), ("RUN",)),
     # names
     "model": ((*NIAH, "--model", "mamba3"), ("'mamba3'", "'mamba2'")),
-    "model far from all": ((*NIAH, "--model", "transformer"), ("'transformer'", "attention, mamba2")),
+    "model far from all": (
+        (*NIAH, "--model", "transformer"),
+        ("'transformer'", "attention, gated_deltanet, gla, mamba2, retnet, rwkv7"),
+    ),
     "model in set": ((*NIAH, *set_("model.name=atention")), ("'atention'", "'attention'")),
     "preset": ((*MQAR, "--preset", "post-16"), ("'post-16'", "'post-16k'")),
     "preset of another task": ((*NIAH, "--preset", "post-16k"), ("'post-16k'", "smoke")),

@@ -69,6 +69,7 @@ def evaluate(
     cells = evaluation_cells(task, config.evaluation, train_length)
     samples = config.evaluation.samples
     results, hashes, tokens, began = [], [], 0, time.monotonic()
+    model.eval()
     with Stop() as stop, progress.bar("evaluation", samples * len(cells), 0) as show:
         for place, cell in enumerate(cells):
             log, digest = folder.samples(cell.name), hashlib.sha256()

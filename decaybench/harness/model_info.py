@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from decaybench.models.language_model import LanguageModel
-from decaybench.models.module import takes_weight_decay
+from decaybench.models.module import treatments
 from decaybench.results.record import ModelInfo, ParameterCounts
 
 
@@ -26,11 +26,11 @@ def model_info(model: LanguageModel, length: int) -> ModelInfo:
 def parameter_counts(model: LanguageModel) -> ParameterCounts:
     """The trainable parameters: in all, of embeddings and an untied head, and without weight decay."""
     sizes = {name: value.numel() for name, value in model.named_parameters() if value.requires_grad}
-    decays = takes_weight_decay(model)
+    treated = treatments(model)
     return ParameterCounts(
         trainable=sum(sizes.values()),
         embedding=sum(size for name, size in sizes.items() if name.startswith(("embedding.", "head."))),
-        not_decayed=sum(size for name, size in sizes.items() if not decays[name]),
+        not_decayed=sum(size for name, size in sizes.items() if not treated[name].decays),
     )
 
 

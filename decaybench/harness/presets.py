@@ -117,14 +117,21 @@ _BASED = Preset(
 
 
 def _post(state: str, d_model: int, heads: int) -> Preset:
+    blocks = {"d_model": d_model, "n_layers": 2}
+    # The protocol's GDN, GLA and RetNet stand in other blocks than its Mamba-2 and RWKV-7.
+    dropped = {**blocks, "norm": "layernorm", "embedding_dropout": 0.1}
+    linear = {"n_heads": heads, "expand_k": 1, "expand_v": 1, "conv_width": 4}
     return Preset(
         f"PoST's MQAR at {state} state elements: T = 512, kv to 128, tested at 512 to 4096",
         {
-            "mamba2": {
-                "d_model": d_model,
-                "n_layers": 2,
-                "mixer": {"d_state": d_model // (2 * heads), "headdim": 2 * d_model // heads},
-            }
+            "mamba2": {**blocks, "mixer": {"d_state": d_model // (2 * heads), "headdim": 2 * d_model // heads}},
+            "rwkv7": {**blocks, "mixer": {"head_dim": d_model // heads}},
+            "gated_deltanet": {
+                **dropped,
+                "mixer": {"n_heads": heads, "head_dim": d_model // heads, "expand_v": 1, "output_gate": False},
+            },
+            "gla": {**dropped, "mixer": linear},
+            "retnet": {**dropped, "mixer": linear},
         },
         {
             "task": {

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from decaybench.core.errors import RunError, UserError
+from decaybench.core.hashing import key64
 from decaybench.harness.config import RunConfig, TrainingConfig
 from decaybench.harness.interrupt import Stop
 from decaybench.harness.plans import Plan, make_plan
@@ -31,7 +32,7 @@ from decaybench.models.checkpoints import (
     write_checkpoint,
 )
 from decaybench.models.language_model import LanguageModel, build_model
-from decaybench.models.module import takes_weight_decay
+from decaybench.models.module import Treatment, treatments
 from decaybench.results.record import StageInfo, TrainingInfo
 from decaybench.results.run_folder import RunFolder
 from decaybench.tasks.base import IGNORED, Batch, Stage
@@ -66,6 +67,7 @@ class _Work:
     plan: Plan
     averages: _Averages
     batches: list[int]  # by stage, trained on so far
+    seed: int
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -91,12 +93,22 @@ def train(
 
 
 def parameter_groups(model: LanguageModel, weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's groups: the parameters that take weight decay, then those that don't. Frozen ones are in neither."""
-    decays = takes_weight_decay(model)
+    """AdamW's groups, one for each treatment: those that take weight decay first. Frozen parameters are in none.
+
+    factor: the multiple of the learning rate at which a group learns.
+    """
     named = dict(model.named_parameters())
+    groups: dict[Treatment, list[Tensor]] = {}
+    for name, treatment in treatments(model).items():
+        groups.setdefault(treatment, []).append(named[name])
+    ordered = sorted(groups, key=lambda treatment: (not treatment.decays, treatment.factor))
     return [
-        {"params": [named[name] for name in decays if decays[name]], "weight_decay": weight_decay},
-        {"params": [named[name] for name in decays if not decays[name]], "weight_decay": 0.0},
+        {
+            "params": groups[treatment],
+            "weight_decay": weight_decay if treatment.decays else 0.0,
+            "factor": treatment.factor,
+        }
+        for treatment in ordered
     ]
 
 
@@ -148,13 +160,16 @@ def _start(config: RunConfig, device: str, backend: str) -> _Work:
         fused=True,
     )
     stages = make_task(config.task).stages()
-    return _Work(model, optimiser, make_plan(stages, training, config.seed), _Averages(), [0] * len(stages))
+    return _Work(
+        model, optimiser, make_plan(stages, training, config.seed), _Averages(), [0] * len(stages), config.seed
+    )
 
 
 def _train_on(
     work: _Work, config: RunConfig, stages: Sequence[Stage], folder: RunFolder, device: str, progress: Progress
 ) -> None:
     task, total = make_task(config.task), work.plan.total_steps
+    work.model.train()
     started, saved, saving = time.monotonic() - work.seconds, time.monotonic(), 0.0
     with Stop() as stop, progress.bar("training", total, work.step) as show:
         while work.step < total:
@@ -189,7 +204,9 @@ def _seconds_between_checkpoints(config: RunConfig, saving: float) -> float:
 def _one_step(work: _Work, config: TrainingConfig, batch: Batch, device: str) -> tuple[float, float]:
     rate = learning_rate(config, work.step, work.plan)
     for group in work.optimiser.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group["factor"]
+    if work.model.config.embedding_dropout:  # a function of the step, so that a resumed run drops the same
+        torch.manual_seed(key64("dropout", work.seed, work.step) >> 1)
     tokens, labels = to_tensors(batch, device)
     with matmul_dtype(config.dtype, device):
         loss, hits = loss_and_hits(work.model, tokens, labels)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from decaybench.models.branch import Branch, Context, Mixer, Place
 from decaybench.models.config import ModelConfig
-from decaybench.models.ffn import Ffn
+from decaybench.models.ffn import make_ffn
 from decaybench.models.module import LayerNorm, Module, RMSNorm
 from decaybench.models.registry import get_architecture
 from decaybench.models.state import LayerState
@@ -25,7 +25,7 @@ class Block(Module):
         mixer_class = get_architecture(config.name).mixer_class()
         self.mixer: Mixer = mixer_class(config.mixer, place)
         self.ffn_norm = make_norm(config) if config.ffn else None
-        self.ffn: Branch | None = Ffn(config.ffn, config.d_model, shrink) if config.ffn else None
+        self.ffn: Branch | None = make_ffn(config.ffn, place) if config.ffn else None
 
     def forward(self, x: Tensor, context: Context, state: LayerState | None) -> tuple[Tensor, LayerState]:
         y, mixer_state = self.mixer(self.norm(x), context, state.mixer if state else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -18,10 +18,12 @@ class Context:
     """What a branch may know of its surroundings in one forward pass.
 
     layout: positions and what they mean. keep_state: whether the caller wants the state after the last token.
+    shared: what a layer leaves for the layers above it in the same pass (RWKV-7's first value).
     """
 
     layout: Layout
     keep_state: bool
+    shared: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -70,14 +70,14 @@ class Checkpoint:
             raise UserError(f"checkpoint file {self.folder / file} can't be read: {error}") from None
 
     def model(self, *, device: str | torch.device = "cpu", backend: str = "torch") -> LanguageModel:
-        """The model with these weights. Raises UserError where they don't fit its configuration."""
+        """The model with these weights, in evaluation mode. Raises UserError where they don't fit its configuration."""
         config = self.config
         try:
             model = build_model(config, self.facts["seed"], backend=backend)
             model.load_state_dict(self.tensors(MODEL_FILE))
         except RuntimeError as error:
             raise UserError(f"checkpoint {self.folder} doesn't fit its configuration: {_one_line(error)}") from None
-        return model.to(device)
+        return model.to(device).eval()
 
 
 def write_checkpoint(

@@ -25,6 +25,12 @@ class ModelConfig(Config):
     norm: Literal["rmsnorm", "layernorm"] = Field(default="rmsnorm", description="kind of norm")
     norm_eps: float = Field(default=1e-5, gt=0, description="added to the variance in norms")
     tie_embeddings: bool = Field(default=True, description="the head's weights are the embedding's")
+    embedding_norm: bool | None = Field(
+        default=None, description="a norm after the embedding, as in RWKV's language models; none: without"
+    )
+    embedding_dropout: float | None = Field(
+        default=None, gt=0, lt=1, description="share of the embedding's output dropped in training; none: nothing"
+    )
     post: PostConfig | None = Field(default=None, description="PoST; none: without")
 
     @model_validator(mode="before")
@@ -42,6 +48,13 @@ class ModelConfig(Config):
                 raise ValueError(f"post needs a mixer with decays; {architecture.name} has none")
         return data
 
+    @model_validator(mode="after")
+    def _a_gate_it_has(self) -> ModelConfig:
+        architecture = get_architecture(self.name)
+        if self.post is not None and self.post.gate is not None and self.post.gate not in architecture.gates:
+            raise ValueError(f"post.gate={self.post.gate} is for gla and retnet; {self.name} has one gate, its own")
+        return self
+
     @property
     def addons(self) -> tuple[str, ...]:
         """The add-ons' names as tables spell them: post (variant paper), post-minimal."""
@@ -53,16 +66,43 @@ class ModelConfig(Config):
         return "+".join([self.name, *self.addons])
 
 
-# Sizes of the published language models (PoST, arXiv 2604.07658, section on pretraining).
-_LM = {"vocab_size": 128_256, "mixer": {"d_state": 128, "headdim": 64}}
+# Sizes of the published language models (PoST, arXiv 2604.07658, section on pretraining). RWKV-7 has an FFN and half of
+# the others' blocks.
+def _language_model(d_model: int, n_layers: int) -> dict[str, dict[str, Any]]:
+    shared = {"vocab_size": 128_256, "d_model": d_model}
+    return {
+        "mamba2": {**shared, "n_layers": n_layers, "mixer": {"d_state": 128, "headdim": 64}},
+        "rwkv7": {
+            **shared,
+            "n_layers": n_layers // 2,
+            "mixer": {"head_dim": 64},
+            "ffn": {"kind": "channel_mix"},
+            "norm": "layernorm",
+            "embedding_norm": True,
+        },
+        "gated_deltanet": {
+            **shared,
+            "n_layers": n_layers,
+            "mixer": {"n_heads": d_model // 128, "head_dim": 128, "expand_v": 2},
+        },
+    }
+
+
+# On two CPU cores. Every recurrence keeps 4,096 numbers a layer beside its convolutions' or shift's tail.
+_SMOKE_MIXERS: dict[str, dict[str, Any]] = {
+    "mamba2": {"d_state": 32, "headdim": 16},
+    "rwkv7": {"head_dim": 64},
+    "gated_deltanet": {"n_heads": 4, "head_dim": 32, "expand_v": 1, "output_gate": False},
+    "gla": {"n_heads": 4, "expand_k": 2, "expand_v": 2, "conv_width": 4},
+    "retnet": {"n_heads": 4, "expand_k": 2, "expand_v": 2, "conv_width": 4},
+    "attention": {"n_heads": 4},
+}
+
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
-    "smoke": {
-        "mamba2": {"d_model": 64, "n_layers": 2, "mixer": {"d_state": 32, "headdim": 16}},
-        "attention": {"d_model": 64, "n_layers": 2, "mixer": {"n_heads": 4}},
-    },
-    "180m": {"mamba2": {**_LM, "d_model": 768, "n_layers": 24}},
-    "440m": {"mamba2": {**_LM, "d_model": 1024, "n_layers": 48}},
-    "1.5b": {"mamba2": {**_LM, "d_model": 2048, "n_layers": 48}},
+    "smoke": {name: {"d_model": 64, "n_layers": 2, "mixer": mixer} for name, mixer in _SMOKE_MIXERS.items()},
+    "180m": _language_model(768, 24),
+    "440m": _language_model(1024, 48),
+    "1.5b": _language_model(2048, 48),
 }
 
 

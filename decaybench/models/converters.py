@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,6 +30,40 @@ _INNER = {
 }
 _HEAD, _EMBEDDING = "lm_head.weight", "embedding.weight"
 
+_RWKV_OUTER = {
+    "emb": "embedding",
+    "blocks.0.ln0": "embedding_norm",
+    "ln_out": "norm",
+    "head": "head",
+}
+_RWKV_INNER = {
+    "ln1": "norm",
+    "ln2": "ffn_norm",
+    "att.receptance": "mixer.r_proj",
+    "att.key": "mixer.k_proj",
+    "att.value": "mixer.v_proj",
+    "att.output": "mixer.out_proj",
+    "att.ln_x": "mixer.norm",
+    "att.w0": "mixer.spectrum.P",
+    "att.w1": "mixer.decay.down",
+    "att.w2": "mixer.decay.up",
+    "att.a0": "mixer.rate.bias",
+    "att.a1": "mixer.rate.down",
+    "att.a2": "mixer.rate.up",
+    "att.v0": "mixer.mix_value.bias",
+    "att.v1": "mixer.mix_value.down",
+    "att.v2": "mixer.mix_value.up",
+    "att.g1": "mixer.gate.down",
+    "att.g2": "mixer.gate.up",
+    "att.k_k": "mixer.k_k",
+    "att.k_a": "mixer.k_a",
+    "att.r_k": "mixer.r_k",
+    "ffn.x_k": "ffn.x_k",
+    "ffn.key": "ffn.in_proj",
+    "ffn.value": "ffn.out_proj",
+}
+_RWKV_MIXES = "rwkvag"  # rwkv.cpp keeps the six mixes of the token shift in one tensor, in this order
+
 
 def mamba2_from_transformers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of our `mamba2` from that of a Mamba-2 language model of transformers or mamba-ssm.
@@ -46,6 +82,56 @@ def mamba2_from_transformers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
     if head is not None and not (_EMBEDDING in named and torch.equal(head, named[_EMBEDDING])):
         named["head.weight"] = head
     return named
+
+
+def rwkv7_from_rwkv_cpp(path: Path) -> dict[str, Tensor]:
+    """The state dict of our `rwkv7` from a file of RWKV-7 weights in rwkv.cpp's format, float32 or float16.
+
+    The model has `norm` layernorm, `embedding_norm`, an FFN of kind channel_mix and a head of its own.
+    Source: rwkv.cpp's docs/FILE_FORMAT.md. Layer 0's value residual, which nothing uses, is left out where a file has
+    it. Raises UserError on another format, on quantised weights and on a tensor that our model has no place for.
+    """
+    named: dict[str, Tensor] = {}
+    for name, tensor in _read_rwkv_cpp(path).items():
+        block = re.fullmatch(r"blocks\.(\d+)\.att\.x_rwkvag", name)
+        if block:
+            for mix, values in zip(_RWKV_MIXES, tensor, strict=True):
+                named[f"blocks.{block[1]}.mixer.x_{mix}"] = values.flatten()
+        elif not re.fullmatch(r"blocks\.0\.att\.v[012]", name):
+            ours = _our_rwkv_name(name)
+            named[ours] = tensor.flatten() if tensor.shape[:-1].numel() == 1 and not ours.endswith("r_k") else tensor
+    return named
+
+
+def _read_rwkv_cpp(path: Path) -> dict[str, Tensor]:
+    data = path.read_bytes()
+    if len(data) < 24 or struct.unpack_from("=2i", data) not in {(0x67676D66, 100), (0x67676D66, 101)}:
+        raise UserError(f"{path} is not a file of rwkv.cpp's format, version 100 or 101")
+    found, at = {}, 24
+    while at < len(data):
+        n_dims, n_name, kind = struct.unpack_from("=3i", data, at)
+        shape = struct.unpack_from(f"={n_dims}i", data, at + 12)[::-1]  # the file counts from the fastest dimension
+        at += 12 + 4 * n_dims + n_name
+        name = data[at - n_name : at].decode()
+        if kind not in (0, 1):
+            raise UserError(f"{path}: tensor {name!r} is quantised; only float32 and float16 can be read")
+        dtype = (torch.float32, torch.float16)[kind]
+        count = torch.Size(shape).numel()
+        found[name] = torch.frombuffer(bytearray(data[at : at + count * dtype.itemsize]), dtype=dtype).view(shape)
+        at += count * dtype.itemsize
+    return found
+
+
+def _our_rwkv_name(name: str) -> str:
+    stem, dot, suffix = name.rpartition(".")
+    if suffix not in ("weight", "bias"):
+        stem, dot, suffix = name, "", ""
+    if stem in _RWKV_OUTER:
+        return f"{_RWKV_OUTER[stem]}{dot}{suffix}"
+    block = re.fullmatch(r"blocks\.(\d+)\.(.+)", stem)
+    if block and block[2] in _RWKV_INNER:
+        return f"blocks.{block[1]}.{_RWKV_INNER[block[2]]}{dot}{suffix}"
+    raise UserError(f"an RWKV-7 file's tensor {name!r} has no place in this model")
 
 
 def _our_name(name: str) -> str:

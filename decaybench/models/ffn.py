@@ -1,38 +1,59 @@
 """The feed-forward branches.
 
-mlp:    W_out GELU(W_in x)
-swiglu: W_out (SiLU(W_gate x) * W_up x)         (Shazeer, arXiv 2002.05202)
+mlp:         W_out GELU(W_in x)
+swiglu:      W_out (SiLU(W_gate x) * W_up x)                      (Shazeer, arXiv 2002.05202)
+channel_mix: W_out ReLU(W_in (x + (x_{t-1} - x) * x_k))^2         (RWKV-7, arXiv 2503.14456, section 4)
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decaybench.core.config import Config
-from decaybench.models.branch import Branch, Context
-from decaybench.models.module import Linear
+from decaybench.models.branch import Branch, Context, Place
+from decaybench.models.module import DrawsFor, Linear, OrthogonalLinear
+from decaybench.models.ops.token_shift import last_token, token_shift
+
+Kind = Literal["mlp", "swiglu", "channel_mix"]
+_MULTIPLES: dict[Kind, float] = {"mlp": 4.0, "swiglu": 8 / 3, "channel_mix": 4.0}
 
 
 class FfnConfig(Config):
     """A block's feed-forward branch."""
 
-    kind: Literal["mlp", "swiglu"] = Field(default="swiglu", description="which form")
-    multiple: float = Field(default=8 / 3, gt=0, description="hidden width / d_model, rounded up to a multiple of 8")
+    kind: Kind = Field(default="swiglu", description="which form; channel_mix is RWKV-7's")
+    multiple: float | None = Field(
+        default=None,
+        gt=0,
+        description="hidden width / d_model, rounded up to a multiple of 8; none: 8/3 for swiglu, 4 for the others",
+    )
+
+    def hidden(self, d_model: int) -> int:
+        """The hidden width."""
+        multiple = self.multiple or _MULTIPLES[self.kind]
+        return max(8, -(-round(multiple * d_model) // 8) * 8)
+
+
+def make_ffn(config: FfnConfig, place: Place) -> Branch:
+    """The branch that a configuration names."""
+    return ChannelMix(config, place) if config.kind == "channel_mix" else Ffn(config, place)
 
 
 class Ffn(Branch):
-    """The branch; it keeps no state."""
+    """A branch that sees one token at a time; it keeps no state."""
 
-    def __init__(self, config: FfnConfig, d_model: int, shrink: float) -> None:
+    def __init__(self, config: FfnConfig, place: Place) -> None:
         super().__init__()
-        hidden = max(8, -(-round(config.multiple * d_model) // 8) * 8)
+        hidden = config.hidden(place.d_model)
         self.gated = config.kind == "swiglu"
-        self.in_proj = Linear(d_model, 2 * hidden if self.gated else hidden)
-        self.out_proj = Linear(hidden, d_model, shrink=shrink)
+        self.in_proj = Linear(place.d_model, 2 * hidden if self.gated else hidden)
+        self.out_proj = Linear(hidden, place.d_model, shrink=place.shrink)
 
     def forward(self, x: Tensor, context: Context, state: None) -> tuple[Tensor, None]:
         hidden = self.in_proj(x)
@@ -40,3 +61,37 @@ class Ffn(Branch):
             gate, up = hidden.chunk(2, dim=-1)
             return self.out_proj(F.silu(gate) * up), None
         return self.out_proj(F.gelu(hidden)), None
+
+
+@dataclass(frozen=True)
+class ChannelMixState:
+    """last: [B, 1, D], the branch's last input."""
+
+    last: Tensor
+
+
+class ChannelMix(Branch):
+    """RWKV-7's FFN. x_k: [D], how much of the token before each channel takes.
+
+    Initial values as in RWKV-LM: x_k = 1 - (i/D)^(r^4) with r = 1 - layer/n_layers for channel i, W_in orthogonal,
+    W_out = 0.
+    """
+
+    def __init__(self, config: FfnConfig, place: Place) -> None:
+        super().__init__()
+        self.place = place
+        hidden = config.hidden(place.d_model)
+        self.x_k = nn.Parameter(torch.empty(place.d_model))
+        self.in_proj = OrthogonalLinear(place.d_model, hidden, gain=1.0)
+        self.out_proj = OrthogonalLinear(hidden, place.d_model, gain=0.0)
+
+    def initialise(self, draws_for: DrawsFor) -> None:
+        D, remaining = self.place.d_model, 1 - self.place.layer / self.place.n_layers
+        self.x_k.copy_(1 - (torch.arange(D) / D) ** remaining**4)
+
+    def forward(
+        self, x: Tensor, context: Context, state: ChannelMixState | None
+    ) -> tuple[Tensor, ChannelMixState | None]:
+        difference, inputs = token_shift(x, context.layout, state.last if state else None)
+        y = self.out_proj(F.relu(self.in_proj(torch.addcmul(x, difference, self.x_k.to(x.dtype)))).square())
+        return y, ChannelMixState(last_token(inputs, context.layout)) if context.keep_state else None

@@ -39,6 +39,7 @@ class LanguageModel(Module):
         super().__init__()
         self.config, self.backend = config, backend
         self.embedding = Embedding(config.vocab_size, config.d_model)
+        self.embedding_norm = make_norm(config) if config.embedding_norm else None
         self.blocks = torch.nn.ModuleList(Block(config, layer, backend) for layer in range(config.n_layers))
         self.norm = make_norm(config)
         self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size)
@@ -135,7 +136,7 @@ class LanguageModel(Module):
             layout = Layout.fresh(T, tokens.device)
 
         context = Context(layout, keep_state=output_state)
-        x = self.embedding(tokens)
+        x = self._embed(tokens)
         layers = []
         for n, block in enumerate(self.blocks):
             x, layer = block(x, context, state.layers[n] if state else None)
@@ -147,6 +148,13 @@ class LanguageModel(Module):
             return x, None
         seen = state.seen if state else torch.zeros(B, dtype=torch.long, device=tokens.device)
         return x, ModelState(tuple(layers), layout.last_position(seen))
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embedding(tokens)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        dropped = self.config.embedding_dropout
+        return F.dropout(x, dropped, self.training) if dropped else x
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)

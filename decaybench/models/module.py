@@ -1,14 +1,17 @@
-"""The base of all our modules: where initial values, precision and weight decay of a parameter are decided.
+"""The base of all our modules: where a parameter's initial value, precision and treatment in training are decided.
 
-A module says three things about its own parameters, beside their definition: how they start (`initialise`), which of
-them stay in float32 whatever the model is cast to (`float32_names`), and which of them take no weight decay
-(`no_weight_decay`). Nothing outside a module overwrites its initial values.
+A module says four things about its own parameters, beside their definition: how they start (`initialise`), which of
+them stay in float32 whatever the model is cast to (`float32_names`), which of them take no weight decay
+(`no_weight_decay`), and which learn at a multiple of the learning rate (`learning_rate_factors`). Nothing outside a
+module overwrites its initial values.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar, Self
 
 import torch
@@ -25,6 +28,7 @@ class Module(nn.Module):
 
     float32_names: ClassVar[frozenset[str]] = frozenset()
     no_weight_decay: ClassVar[frozenset[str]] = frozenset()
+    learning_rate_factors: Mapping[str, float] = MappingProxyType({})
 
     def initialise(self, draws_for: DrawsFor) -> None:
         """Fill this module's own parameters and buffers; `draws_for(name)` is a parameter's own generator."""
@@ -70,24 +74,49 @@ def normal_(parameter: Tensor, std: float, draws: torch.Generator) -> None:
     parameter.copy_(torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=draws))
 
 
+def orthogonal_(parameter: Tensor, gain: float, draws: torch.Generator) -> None:
+    """Fill a matrix with orthonormal rows or columns (the fewer) times `gain`, in float32 on the CPU.
+
+    In bfloat16 the decomposition would lose the orthogonality.
+    """
+    drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+    parameter.copy_(nn.init.orthogonal_(drawn, gain, generator=draws))
+
+
 class Linear(Module):
-    """y = x W^T without bias. W: [d_out, d_in], initially U(-1/sqrt(d_in), 1/sqrt(d_in)) / `shrink`.
+    """y = x W^T + b. W: [d_out, d_in], b: [d_out] or none, both initially U(-1/sqrt(d_in), 1/sqrt(d_in)), W / `shrink`.
 
     The same law as torch.nn.Linear's default, which mamba-ssm and flash-linear-attention keep; `shrink` is the
     sqrt(number of residual branches) by which they divide projections that end a branch (GPT-2's rule).
     """
 
-    def __init__(self, d_in: int, d_out: int, *, shrink: float = 1.0) -> None:
+    no_weight_decay = frozenset({"bias"})
+
+    def __init__(self, d_in: int, d_out: int, *, bias: bool = False, shrink: float = 1.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(d_out, d_in))
+        self.bias = nn.Parameter(torch.empty(d_out)) if bias else None
         self.shrink = shrink
 
     def initialise(self, draws_for: DrawsFor) -> None:
-        bound = 1.0 / (math.sqrt(self.weight.shape[1]) * self.shrink)
-        uniform_(self.weight, -bound, bound, draws_for("weight"))
+        bound = 1.0 / math.sqrt(self.weight.shape[1])
+        uniform_(self.weight, -bound / self.shrink, bound / self.shrink, draws_for("weight"))
+        if self.bias is not None:
+            uniform_(self.bias, -bound, bound, draws_for("bias"))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return F.linear(x, self.weight, self.bias)
+
+
+class OrthogonalLinear(Linear):
+    """A projection that starts orthogonal, times `gain`; with gain 0 its branch starts as the identity."""
+
+    def __init__(self, d_in: int, d_out: int, *, gain: float) -> None:
+        super().__init__(d_in, d_out)
+        self.gain = gain
+
+    def initialise(self, draws_for: DrawsFor) -> None:
+        orthogonal_(self.weight, self.gain, draws_for("weight"))
 
 
 class Embedding(Module):
@@ -128,16 +157,20 @@ class RMSNorm(Module):
 
 
 class LayerNorm(Module):
-    """(x - mean) / std * weight + bias over the last dimension, in float32; starts as the plain standardisation."""
+    """(x - mean) / std * weight + bias over the last dimension, or each of `groups` parts of it, in float32.
+
+    Starts as the plain standardisation.
+    """
 
     float32_names = frozenset({"weight", "bias"})
     no_weight_decay = frozenset({"weight", "bias"})
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, groups: int = 1) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width))
         self.eps = eps
+        self.groups = groups
 
     def initialise(self, draws_for: DrawsFor) -> None:
         self.weight.fill_(1.0)
@@ -145,18 +178,32 @@ class LayerNorm(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return F.layer_norm(wide, self.weight.shape, self.weight, self.bias, self.eps).to(x.dtype)
+        if self.groups == 1:
+            return F.layer_norm(wide, self.weight.shape, self.weight, self.bias, self.eps).to(x.dtype)
+        parts = wide.reshape(*x.shape[:-1], self.groups, x.shape[-1] // self.groups)
+        parts = F.layer_norm(parts, parts.shape[-1:], eps=self.eps)
+        return torch.addcmul(self.bias, parts.reshape(x.shape), self.weight).to(x.dtype)
 
 
-def takes_weight_decay(model: nn.Module) -> dict[str, bool]:
-    """For each trainable parameter, whether weight decay applies: weights of two or more dimensions, unless named.
+@dataclass(frozen=True)
+class Treatment:
+    """How a parameter is trained. decays: whether it takes weight decay; factor: multiple of the learning rate."""
 
-    Norms, biases and everything that sets a decay (A_log, dt_bias, D, PoST's base and deltas) never take it.
+    decays: bool
+    factor: float
+
+
+def treatments(model: nn.Module) -> dict[str, Treatment]:
+    """The treatment of each trainable parameter. Weights of two or more dimensions take weight decay, unless named.
+
+    Norms, biases and everything that sets a decay (A_log, dt_bias, D, w0, PoST's base and deltas) never take it.
     """
     result = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            exempt = isinstance(module, Module) and name in module.no_weight_decay
+            ours = isinstance(module, Module)
+            exempt = ours and name in module.no_weight_decay
+            factor = module.learning_rate_factors.get(name, 1.0) if ours else 1.0
             if parameter.requires_grad:
-                result[f"{prefix}.{name}".lstrip(".")] = parameter.ndim >= 2 and not exempt
+                result[f"{prefix}.{name}".lstrip(".")] = Treatment(parameter.ndim >= 2 and not exempt, factor)
     return result

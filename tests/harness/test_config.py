@@ -151,6 +151,8 @@ TRAINING_KEYS = {
     "model.norm": "layernorm",
     "model.norm_eps": 1e-6,
     "model.tie_embeddings": False,
+    "model.embedding_norm": True,
+    "model.embedding_dropout": 0.5,
     "model.post": {},
     "task.train_length": 64,
     "task.key_tokens": 32,

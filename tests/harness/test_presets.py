@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from decaybench.core.errors import UserError
 from decaybench.harness.config import RunConfig, make_config
@@ -15,6 +16,7 @@ from decaybench.harness.presets import PRESETS, configure, get_preset, preset_la
 from decaybench.harness.training import learning_rate
 from decaybench.models.checkpoints import find_checkpoint, write_checkpoint
 from decaybench.models.language_model import build_model
+from decaybench.models.state import tensors
 from decaybench.tasks.registry import TASKS, make_task
 from tests.command import NIAH, bench
 
@@ -150,10 +152,21 @@ def test_smoke(task: str) -> None:
         assert cells(config)[4:] == [("persist", length, 16) for length in (128, 256, 512, 1024)]
 
 
+@pytest.mark.parametrize("model", ["mamba2", "rwkv7", "gated_deltanet", "gla", "retnet"])
+@pytest.mark.parametrize(("name", "elements"), [("post-64k", 2**16), ("post-32k", 2**15), ("post-16k", 2**14)])
+def test_every_model_keeps_the_state_that_a_post_preset_is_named_after(name: str, elements: int, model: str) -> None:
+    found = build_model(preset(name, model=model).model)
+    state = found.prefill(torch.zeros(1, 1, dtype=torch.long)).state
+    assert state is not None
+    for layer in state.layers:
+        assert sum(part.numel() for part in tensors(layer.mixer) if part.ndim == 4) == elements
+
+
 def test_unknown_presets_are_answered_with_the_nearest() -> None:
     with pytest.raises(UserError, match=r"unknown preset for mqar 'zoology_based'; did you mean 'zoology-based'\?"):
         get_preset("mqar", "zoology_based")
-    with pytest.raises(UserError, match="no sizes for model 'attention'; it has them for: mamba2"):
+    known = "gated_deltanet, gla, mamba2, retnet, rwkv7"
+    with pytest.raises(UserError, match=f"no sizes for model 'attention'; it has them for: {known}"):
         preset_layer("mqar", "post-64k", "attention")
 
 

@@ -193,7 +193,7 @@ def config(task: str, **training_settings: Any) -> RunConfig:
     }
     return make_config(
         {
-            "model": {"d_model": 16, "mixer": {"d_state": 8, "headdim": 8}, "post": {}},
+            "model": {"d_model": 16, "mixer": {"d_state": 8, "headdim": 8}, "post": {}, "embedding_dropout": 0.1},
             "task": {"name": task, "train_length": 16, "stages": stages[task]},
             "training": {"batch_samples": 4, "warmup": 3, **training_settings},
             "evaluation": {"lengths": ["1x"], "samples": 4},

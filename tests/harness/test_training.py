@@ -18,6 +18,7 @@ from decaybench.harness.progress import Progress
 from decaybench.harness.training import loss_and_hits, matmul_dtype, parameter_groups, to_tensors, train
 from decaybench.models.checkpoints import checkpoints_in, read_checkpoint
 from decaybench.models.language_model import LanguageModel, build_model
+from decaybench.models.mixers.parts import ShortConv
 from decaybench.results.record import TrainingInfo
 from decaybench.results.run_folder import RunFolder
 from decaybench.tasks.base import IGNORED
@@ -131,6 +132,25 @@ def test_what_takes_weight_decay_with_post(options: str) -> None:
         in_blocks(plain | own) | {"norm.weight"},
         in_blocks(frozen),
     )
+
+
+def test_a_parameter_learns_at_its_multiple_of_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs of one step that differ in one factor: AdamW's first step is the rate times the gradient's sign."""
+    found = config(
+        {"name": "mqar", "train_length": 16},
+        training={"steps": 1, "warmup": 0, "batch_samples": 2, "learning_rate": 1e-3, "eps": 1e-15},
+    )
+    start = build_model(found.model, 0).state_dict()
+    usual = trained(found, tmp_path / "usual")[0].state_dict()
+    monkeypatch.setattr(ShortConv, "learning_rate_factors", {"bias": 2.0})
+    faster = trained(found, tmp_path / "faster")[0]
+    assert {group["factor"] for group in parameter_groups(faster, 0.1)} == {1.0, 2.0}
+    for name, value in faster.state_dict().items():
+        moved, before = value - start[name], usual[name] - start[name]
+        if name.endswith("conv.bias"):
+            assert torch.allclose(moved, 2 * before, rtol=1e-3, atol=1e-7) and bool(moved.abs().max() > 1e-3)
+        else:
+            assert torch.equal(moved, before)
 
 
 def test_weight_decay_moves_only_what_takes_it(tmp_path: Path) -> None:

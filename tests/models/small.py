@@ -11,7 +11,14 @@ from decaybench.core.config import parse
 from decaybench.models.config import ModelConfig
 from decaybench.models.language_model import LanguageModel, build_model
 
-SIZES = {"mamba2": {"d_state": 8, "headdim": 8, "chunk_size": 8}, "attention": {"n_heads": 4}}
+SIZES = {
+    "mamba2": {"d_state": 8, "headdim": 8, "chunk_size": 8},
+    "rwkv7": {"head_dim": 8, "chunk_size": 8},
+    "gated_deltanet": {"n_heads": 4, "head_dim": 8, "chunk_size": 8},
+    "gla": {"n_heads": 4, "chunk_size": 8},
+    "retnet": {"n_heads": 4, "chunk_size": 8},
+    "attention": {"n_heads": 4},
+}
 
 
 def config(name: str = "mamba2", mixer: dict[str, Any] | None = None, **settings: Any) -> ModelConfig:

@@ -9,7 +9,7 @@ import torch
 
 from decaybench.core.errors import UserError
 from decaybench.models.language_model import build_model
-from decaybench.models.mixers.attention import rotate
+from decaybench.models.ops.rotary import rotary
 from tests.models import small
 from tests.models.small import largest
 
@@ -109,19 +109,20 @@ def test_a_row_of_padding_with_a_cache_is_finite_and_changes_nothing(model):
 
 def test_rotary_depends_on_the_distance_alone():
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
-    near = (rotate(q, torch.tensor([[5]]), BASE) * rotate(k, torch.tensor([[2]]), BASE)).sum()
-    far = (rotate(q, torch.tensor([[90_005]]), BASE) * rotate(k, torch.tensor([[90_002]]), BASE)).sum()
+    near = (rotary(q, torch.tensor([[5]]), BASE) * rotary(k, torch.tensor([[2]]), BASE)).sum()
+    far = (rotary(q, torch.tensor([[90_005]]), BASE) * rotary(k, torch.tensor([[90_002]]), BASE)).sum()
     assert float((near - far).abs()) < 1e-9
     assert (
-        float((near - (rotate(q, torch.tensor([[9]]), BASE) * rotate(k, torch.tensor([[2]]), BASE)).sum()).abs()) > 1e-3
+        float((near - (rotary(q, torch.tensor([[9]]), BASE) * rotary(k, torch.tensor([[2]]), BASE)).sum()).abs()) > 1e-3
     )
 
 
-def test_rotary_angles_are_float32_under_bfloat16():
+def test_rotary_angles_are_exact_under_bfloat16():
     x = torch.randn(1, 1, 1, 8)
     at = torch.tensor([[30_001]])  # bfloat16 can't tell it from its neighbours
-    assert largest(rotate(x.bfloat16(), at, BASE).float(), rotate(x, at, BASE)) < 0.05
-    assert rotate(x.bfloat16(), at, BASE).dtype == torch.bfloat16
+    assert torch.equal(rotary(x.bfloat16(), at, BASE), rotary(x.bfloat16().float(), at, BASE))
+    model = small.model("attention").to(torch.bfloat16)
+    assert model(small.tokens(1, 3)).logits.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("heads", "width"), [(3, 32), (32, 32)])

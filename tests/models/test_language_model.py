@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from decaybench.core.errors import UserError
 from decaybench.models.language_model import build_model, resolve_backend
-from decaybench.models.module import takes_weight_decay
+from decaybench.models.module import treatments
 from decaybench.models.state import tensors
 from tests.models import small
 from tests.models.small import largest
@@ -256,15 +256,15 @@ def test_decay_parameters_and_norms_stay_in_float32_and_return_unchanged(model):
 
 
 def test_weight_decay_is_for_matrices_alone():
-    decays = takes_weight_decay(build_model(small.config(ffn={}, tie_embeddings=False, norm="layernorm")))
-    assert {name for name, wanted in decays.items() if wanted} == {
+    decays = treatments(build_model(small.config(ffn={}, tie_embeddings=False, norm="layernorm")))
+    assert {name for name, wanted in decays.items() if wanted.decays} == {
         name
         for name in decays
         if "proj" in name or "conv.weight" in name or name in ("embedding.weight", "head.weight")
     }
-    frozen = takes_weight_decay(build_model(small.config(post={"horizon": 8})))
+    frozen = treatments(build_model(small.config(post={"horizon": 8})))
     assert not any("dt_bias" in name for name in frozen)
-    assert not any(frozen[name] for name in frozen if "spectrum" in name)
+    assert not any(frozen[name].decays for name in frozen if "spectrum" in name)
 
 
 def test_a_model_on_meta_has_shapes_and_no_values():

@@ -1,6 +1,6 @@
-"""Mamba-2 against transformers' Mamba2ForCausalLM (its torch path) with the same weights: logits and all gradients.
+"""Mamba-2 against transformers' Mamba2ForCausalLM (in plain PyTorch) with the same weights: logits and all gradients.
 
-Needs `pip install transformers` (the extra `parity`); skipped without it.
+Skipped where transformers isn't installed (the extra `parity`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from decaybench.core.errors import UserError
 from decaybench.models.config import ModelConfig
 from decaybench.models.converters import mamba2_from_transformers
 from decaybench.models.language_model import build_model
+from tests import oracles
+
+BOUND = 2e-5
 
 SHAPES = {
     "one group": {"heads": 4, "groups": 1, "d_state": 16, "headdim": 16, "chunk": 8, "T": 24},
@@ -27,9 +30,10 @@ SHAPES = {
 
 def pair(shape, seed):
     """Their model with every parameter randomised, and ours with the same values."""
-    transformers = pytest.importorskip("transformers")
+    transformers = oracles.transformers()
     s = SimpleNamespace(**{"tied": True, **shape})
     d_model, layers = s.heads * s.headdim // 2, 2 if s.tied else 3
+    torch.manual_seed(seed)
     theirs = transformers.Mamba2ForCausalLM(
         transformers.Mamba2Config(
             vocab_size=29,
@@ -69,12 +73,6 @@ def pair(shape, seed):
     return theirs.eval(), ours, tokens
 
 
-def assert_close(got, want, what):
-    assert got.shape == want.shape
-    scale = max(1e-3, float(want.detach().abs().max()))
-    assert float((got - want).detach().abs().max()) < 2e-5 * scale, what
-
-
 @pytest.mark.parity
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -82,14 +80,14 @@ def test_logits_and_gradients_agree(shape, seed):
     theirs, ours, tokens = pair(SHAPES[shape], seed)
     their_logits, our_logits = theirs(tokens).logits, ours(tokens).logits
     assert float(their_logits.detach().std()) > 0.1
-    assert_close(our_logits, their_logits, "logits")
+    oracles.assert_close(our_logits, their_logits, BOUND, "logits")
     for logits in (their_logits, our_logits):
         F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
     wanted = mamba2_from_transformers({name: p.grad for name, p in theirs.named_parameters()})
     found = {name: parameter.grad for name, parameter in ours.named_parameters()}
     assert wanted.keys() == found.keys()
     for name, gradient in found.items():
-        assert_close(gradient, wanted[name], name)
+        oracles.assert_close(gradient, wanted[name], BOUND, name, floor=1e-3)
 
 
 @pytest.mark.parity
@@ -102,7 +100,7 @@ def test_left_padded_rows_agree(shape):
     positions = mask.cumsum(1) * mask
     real = mask.bool()
     want = theirs(tokens, attention_mask=mask, use_cache=False).logits
-    assert_close(ours(tokens, positions).logits[real], want[real], "logits at real tokens")
+    oracles.assert_close(ours(tokens, positions).logits[real], want[real], BOUND, "logits at real tokens")
 
 
 @pytest.mark.parity
@@ -113,7 +111,7 @@ def test_decoding_agrees():
     for t in range(9, tokens.shape[1]):
         output = ours.step(tokens[:, t], state)
         state = output.state
-        assert_close(output.logits, whole[:, t], f"step {t}")
+        oracles.assert_close(output.logits, whole[:, t], BOUND, f"step {t}")
 
 
 def names_of(embedding):

@@ -15,6 +15,7 @@ from decaybench.models.registry import Architecture, architectures, get_architec
 from tests.models import small
 
 MAMBA2 = "decaybench.models.mixers.mamba2:"
+BUILT_IN = ["mamba2", "rwkv7", "gated_deltanet", "gla", "retnet", "attention"]
 
 
 class Entry:
@@ -51,13 +52,13 @@ def test_an_unknown_name_is_answered_with_the_nearest(name, hint):
 
 
 def test_a_name_like_no_other_is_answered_with_all():
-    with pytest.raises(UserError, match="known: attention, mamba2"):
+    with pytest.raises(UserError, match=f"known: {', '.join(sorted(BUILT_IN))}"):
         get_architecture("zzz")
 
 
 def test_another_packages_model_is_built_like_ours(installed):
     installed.append(Entry("x", other()))
-    assert list(architectures())[:2] == ["mamba2", "attention"]
+    assert list(architectures()) == [*BUILT_IN, "mamba2b"]
     config = parse(ModelConfig, {"name": "mamba2b", "vocab_size": 31, "d_model": 32, "mixer": small.SIZES["mamba2"]})
     assert config.cell == "mamba2b"
     assert build_model(config)(small.tokens(1, 5)).logits.shape == (1, 5, 31)
@@ -82,7 +83,7 @@ def test_a_bad_entry_point_is_named(installed, value, said):
     with pytest.raises(RunError, match=said):
         architectures()
     installed.clear()  # what failed is not remembered
-    assert list(architectures()) == ["mamba2", "attention"]
+    assert list(architectures()) == BUILT_IN
 
 
 @pytest.mark.parametrize("bad", [{"config": "Nothing"}, {"mixer": "Nothing"}])
@@ -104,6 +105,7 @@ def test_an_architecture_that_names_nothing_is_named(installed, bad):
         ({"post": {"taper": "lerned"}}, "did you mean 'learned'?"),
         ({"post": {"horizn": 5}}, "unknown key 'post.horizn' (value 5); did you mean 'horizon'?"),
         ({"name": "attention", "post": {}}, "post needs a mixer with decays; attention has none"),
+        ({"post": {"gate": "softplus"}}, "post.gate=softplus is for gla and retnet; mamba2 has one gate, its own"),
         ({"vocab_size": 1}, "vocab_size=1: input should be greater than or equal to 2"),
         ({"n_layers": 0}, "n_layers=0"),
         ({"norm": "rms"}, "norm='rms'"),

@@ -7,6 +7,8 @@ A mixer owns one `Spectrum` of N log-rates and makes one call, `log_rate`; it do
     log_rate[t, k] = P_k - alpha_k log t                                             t = 1 at the first token
 
 k = 0 is the slowest head (alpha = 1), k = N-1 the fastest (alpha = 0). Only the decay is scaled, never the input.
+Mixers use the log-rate inside an exponential (Mamba-2, Gated DeltaNet, GLA, RetNet) or as a logit (RWKV-7); where P
+isn't itself the log of a speed, the taper is taken from the log-speed that it gives.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from decaybench.core.config import Config
 from decaybench.models.module import DrawsFor, Module
 
 Taper = Literal["analytical", "linear", "learned"]
+Gate = Literal["baseline", "softplus"]
 
 
 class PostConfig(Config):
@@ -43,7 +46,13 @@ class PostConfig(Config):
         default=None, description="fastest and slowest initial timescale at t = 1, tokens; none: 1 and horizon"
     )
     dt_bias: Literal["learned", "frozen"] | None = Field(
-        default=None, description="whether dt_bias learns; none: frozen in variant paper, learned in minimal"
+        default=None,
+        description="whether dt_bias learns, where there is one; none: frozen in Mamba-2's variant paper, else learned",
+    )
+    gate: Gate | None = Field(
+        default=None,
+        description="GLA, RetNet: the architecture's own gate or the softplus gate of the paper's code; none: softplus "
+        "in variant paper, baseline in minimal",
     )
     control: Literal["none", "static_wide", "shuffled"] = Field(
         default="none",
@@ -77,6 +86,7 @@ class PostConfig(Config):
             (self.taper, self.taper != "analytical"),
             ("range", self.range is not None),
             (f"{self.dt_bias}-dt", self.dt_bias is not None),
+            (f"{self.gate}-gate", self.gate is not None),
             (self.control.replace("_", "-"), self.control != "none"),
         ]
         return "-".join(["post", *(name for name, differs in parts if differs)])
@@ -91,18 +101,35 @@ class PostConfig(Config):
         """Whether dt_bias stays at its initial value."""
         return (self.dt_bias or {"paper": "frozen", "minimal": "learned"}[self.variant]) == "frozen"
 
-    def timescale_range(self) -> tuple[float, float]:
-        """The fastest and the slowest initial timescale at t = 1, in tokens."""
+    @property
+    def replaces_gate(self) -> bool:
+        """Whether an architecture that offers both gates takes the softplus gate."""
+        return (self.gate or {"paper": "softplus", "minimal": "baseline"}[self.variant]) == "softplus"
+
+    def timescale_range(self, usual: Callable[[int], tuple[float, float]]) -> tuple[float, float]:
+        """The fastest and the slowest initial timescale at t = 1, in tokens.
+
+        usual: what the variant takes for an architecture, from the horizon.
+        """
         if self.range is not None:
             return self.range
-        horizon = float(self.required_horizon())
-        return 1.0, horizon**2 if self.control == "static_wide" else horizon
+        horizon = self.required_horizon()
+        fastest, slowest = usual(horizon)
+        return fastest, slowest * horizon if self.control == "static_wide" else slowest
 
     def required_horizon(self) -> int:
         """`horizon`. Raises ValueError where nobody set it."""
         if self.horizon is None:
             raise ValueError("post.horizon is not set: give the training length in tokens")
         return self.horizon
+
+
+def _as_is(P: Tensor) -> Tensor:
+    return P
+
+
+def _one_to_horizon(horizon: int) -> tuple[float, float]:
+    return 1.0, float(horizon)
 
 
 class Spectrum(Module):
@@ -164,10 +191,12 @@ class TaperedSpectrum(Spectrum):
     float32_names = frozenset({"base", "deltas", "logits"})
     no_weight_decay = frozenset({"base", "deltas", "logits"})
 
-    def __init__(self, n: int, slowest: float, fastest: float, config: PostConfig) -> None:
+    def __init__(
+        self, n: int, slowest: float, fastest: float, config: PostConfig, log_speed: Callable[[Tensor], Tensor] = _as_is
+    ) -> None:
         super().__init__()
         self._slowest, self._fastest = slowest, fastest
-        self._config = config
+        self._config, self._log_speed = config, log_speed
         self.base = nn.Parameter(torch.empty(()))
         self.deltas = nn.Parameter(torch.empty(n - 1))
         self.logits = nn.Parameter(torch.empty(n - 1)) if config.scales and config.taper == "learned" else None
@@ -198,7 +227,7 @@ class TaperedSpectrum(Spectrum):
             return torch.cat([torch.ones_like(falling[:1]), falling])
         if self._config.taper == "linear":
             return linear_taper(n).to(self.deltas)
-        return analytical_taper(self.ordered_rates(), self._config.required_horizon())
+        return analytical_taper(self._log_speed(self.ordered_rates()), self._config.required_horizon())
 
 
 def make_spectrum(
@@ -206,17 +235,28 @@ def make_spectrum(
     n: int,
     initial: Callable[[torch.Generator], Tensor],
     log_rate_of: Callable[[float], float],
+    *,
+    timescales: Callable[[int], tuple[float, float]] = _one_to_horizon,
+    log_speed: Callable[[Tensor], Tensor] = _as_is,
+    learning_rate_factor: float = 1.0,
 ) -> Spectrum:
     """The spectrum of one layer with N = n log-rates.
 
     initial: draws the architecture's own initial log-rates [n]. log_rate_of: the log-rate P that has a timescale of
-    so many tokens at t = 1, by which PoST lays out its initial range.
+    so many tokens at t = 1, by which PoST lays out its initial range. timescales: the fastest and the slowest timescale
+    of that range in tokens, from the horizon T; usually 1 and T. log_speed: the log of the decay speed, up to a
+    constant, that P [n] gives; the taper is taken from it. learning_rate_factor: of all parameters of the spectrum.
     """
+    made: Spectrum
     if post is None or not post.reparameterize:
         scales = post is not None and post.scales
-        return FreeSpectrum(n, initial, scales=scales, shuffled=post is not None and post.control == "shuffled")
-    fastest, slowest = post.timescale_range()
-    return TaperedSpectrum(n, log_rate_of(slowest), log_rate_of(fastest), post)
+        made = FreeSpectrum(n, initial, scales=scales, shuffled=post is not None and post.control == "shuffled")
+    else:
+        fastest, slowest = post.timescale_range(timescales)
+        made = TaperedSpectrum(n, log_rate_of(slowest), log_rate_of(fastest), post, log_speed)
+    if learning_rate_factor != 1.0:
+        made.learning_rate_factors = {name: learning_rate_factor for name, _ in made.named_parameters()}
+    return made
 
 
 def linear_taper(n: int) -> Tensor:

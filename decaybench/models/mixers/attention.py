@@ -19,6 +19,7 @@ from decaybench.core.errors import UserError
 from decaybench.core.positions import Layout
 from decaybench.models.branch import Context, Mixer, Place
 from decaybench.models.module import Linear
+from decaybench.models.ops.rotary import rotary
 
 
 class AttentionConfig(Config):
@@ -61,7 +62,7 @@ class Attention(Mixer):
         B, T, D = x.shape
         layout = context.layout
         q, k, v = (part.reshape(B, T, self.config.n_heads, self.head_dim) for part in self.qkv_proj(x).chunk(3, dim=-1))
-        q, k = (rotate(part, layout.positions, self.config.rope_base) for part in (q, k))
+        q, k = (rotary(part, layout.positions, self.config.rope_base).to(x.dtype) for part in (q, k))
         mask = _visible(layout, B, state)
         cached = AttentionState(k, v, layout.positions.expand(B, T))
         if state is not None:
@@ -71,17 +72,6 @@ class Attention(Mixer):
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         y = self.out_proj(o.transpose(1, 2).reshape(B, T, D))
         return y, _forget_earlier_documents(cached, layout) if context.keep_state else None
-
-
-def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Rotary embedding of x [B, T, H, K] at positions [B or 1, T]: channel i pairs with i + K/2."""
-    half = x.shape[-1] // 2
-    wide = torch.promote_types(x.dtype, torch.float32)
-    frequencies = base ** -(torch.arange(half, device=x.device, dtype=wide) / half)
-    angles = positions.to(wide)[..., None, None] * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    a, b = x.to(wide).chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
 
 
 def _visible(layout: Layout, batch: int, state: AttentionState | None) -> Tensor | None:

@@ -21,16 +21,14 @@ from torch.nn import functional as F
 
 from decaybench.core.config import Config
 from decaybench.core.errors import UserError
-from decaybench.core.positions import Layout
 from decaybench.models.addons.post import make_spectrum
 from decaybench.models.branch import Context, Mixer, Place
-from decaybench.models.module import DrawsFor, Linear, Module, RMSNorm, uniform_
+from decaybench.models.mixers.parts import ShortConv, initial_dt_bias, inverse_softplus
+from decaybench.models.module import DrawsFor, Linear, RMSNorm, uniform_
 from decaybench.models.ops.scalar_decay import DEFAULT_CHUNK, scalar_decay
-from decaybench.models.ops.short_conv import conv_tail, short_conv
+from decaybench.models.ops.short_conv import conv_tail
 
 _A_RANGE = (1.0, 16.0)
-_DT_RANGE = (1e-3, 0.1)
-_DT_FLOOR = 1e-4
 # The dt at which PoST counts its initial timescales: the paper's frozen value, or the middle of the baseline's range.
 _POST_DT = {"paper": 0.05, "minimal": 0.01}
 
@@ -86,13 +84,10 @@ class Mamba2(Mixer):
 
     def initialise(self, draws_for: DrawsFor) -> None:
         self.D.fill_(1.0)
-        dt = torch.empty(self.heads)
         if self.post is not None and self.post.variant == "paper":
-            dt.fill_(_POST_DT["paper"])
+            self.dt_bias.copy_(inverse_softplus(torch.full((self.heads,), _POST_DT["paper"], device="cpu")))
         else:
-            uniform_(dt, math.log(_DT_RANGE[0]), math.log(_DT_RANGE[1]), draws_for("dt_bias"))
-            dt = dt.exp().clamp(min=_DT_FLOOR)
-        self.dt_bias.copy_(dt + (-torch.expm1(-dt)).log())  # softplus's inverse
+            self.dt_bias.copy_(initial_dt_bias(self.heads, draws_for("dt_bias")))
 
     def _log_rate_of(self, timescale: float) -> float:
         assert self.post is not None
@@ -136,22 +131,3 @@ class Mamba2(Mixer):
         at = torch.full((1, 1), position, device=self.dt_bias.device)
         rates = self.spectrum.log_rate(at).reshape(-1).exp() * F.softplus(self.dt_bias)
         return 1.0 / rates
-
-
-class ShortConv(Module):
-    """The convolution's parameters. weight: [C, W], bias: [C], both initially U(-1/sqrt(W), 1/sqrt(W))."""
-
-    no_weight_decay = frozenset({"bias"})
-
-    def __init__(self, channels: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, width))
-        self.bias = nn.Parameter(torch.empty(channels))
-
-    def initialise(self, draws_for: DrawsFor) -> None:
-        bound = 1.0 / math.sqrt(self.weight.shape[1])
-        uniform_(self.weight, -bound, bound, draws_for("weight"))
-        uniform_(self.bias, -bound, bound, draws_for("bias"))
-
-    def forward(self, x: Tensor, layout: Layout, tail: Tensor | None) -> tuple[Tensor, Tensor]:
-        return short_conv(x, self.weight, self.bias, layout, tail)

@@ -23,8 +23,15 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def check_log_decay(log_decay: Tensor) -> None:
+    """Raises ValueError unless log-decays come in float32 or float64: bfloat16 can't tell a slow decay from none."""
+    if log_decay.dtype not in _LOG_FLOOR:
+        dtype = str(log_decay.dtype).removeprefix("torch.")
+        raise ValueError(f"log_decay must be float32 or float64, not {dtype}: exp(-0.001) rounds to 1 there")
+
+
 def bounded_log_decay(log_decay: Tensor) -> Tensor:
-    """`log_decay`, float32 or float64, cut where the decay is 0 in all but name. Every form of every op takes it."""
+    """`log_decay`, float32 or float64, cut where the decay is 0 in all but name: for forms that sum log-decays."""
     return log_decay.clamp(min=_LOG_FLOOR[log_decay.dtype])
 
 

@@ -10,14 +10,20 @@ a document start (position 1) makes everything before it invisible by a mask, ne
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from decaybench.core.positions import Layout
-from decaybench.models.ops.precision import at_least_float32, bounded_log_decay, keeps_precision, without_autocast
+from decaybench.models.ops.precision import (
+    at_least_float32,
+    bounded_log_decay,
+    check_log_decay,
+    keeps_precision,
+    without_autocast,
+)
 
 DEFAULT_CHUNK = 32
 
@@ -39,7 +45,7 @@ def scalar_decay(
     q, k: [B, T, G, K]; v: [B, T, H, V]; log_decay: [B, T, H], <= 0; initial_state: [B, H, K, V].
     layout: what `positions` say (see core.positions); None means that every row is one document without padding.
     Returns o [B, T, H, V] in v's dtype and, if asked, the final state [B, H, K, V] in float32 (or float64).
-    Raises ValueError on shapes that don't fit and on an unknown backend.
+    Raises ValueError on shapes that don't fit, on log-decays below float32 and on an unknown backend.
     """
     if backend != "torch":
         raise ValueError(f"scalar_decay has no backend {backend!r}; known: torch")
@@ -105,96 +111,173 @@ def scalar_decay_chunked(
     """
     dtype = v.dtype
     q, k, v, log_decay = _prepare(q, k, v, log_decay, layout)
-    B, T, H, V = v.shape
-    G, K = k.shape[2:]
+    B, T = v.shape[:2]
     L = min(chunk_size, T)
-    N = -(-T // L)
     segments = None if layout is None or layout.segments is None else layout.segments.expand(B, T)
-    if N * L != T:  # zero keys and zero log-decays: identity steps behind the last token
-        extra = N * L - T
+    if extra := -T % L:  # zero keys and zero log-decays: identity steps behind the last token
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, extra)) for x in (q, k, v))
         log_decay = F.pad(log_decay, (0, 0, 0, extra))
         if segments is not None:
             segments = torch.cat([segments, segments[:, -1:].expand(B, extra)], dim=1)
-
-    # 1. inside a chunk: c is the log-decay summed from the chunk's start, each token's own included
-    c = log_decay.view(B, N, L, H).cumsum(2)
-    same = None if segments is None else segments.view(B, N, L)
-    q, k = (x.view(B, N, L, G, K).transpose(2, 3) for x in (q, k))  # [B, N, G, L, K]
-    v = v.view(B, N, L, H, V)
-    pairs = None if same is None else same[..., :, None] == same[..., None, :]
-    o: Tensor = _Inside.apply(q, k, v, c, pairs)  # type: ignore[no-untyped-call]
-
-    # 2. what each chunk adds to the state by its end
-    c_end = c[:, :, -1:]
-    weight = (c_end - c).exp()
-    if same is not None:
-        weight = weight * (same == same[..., -1:])[..., None]
-    added = k.transpose(-1, -2) @ _group(v * weight[..., None], G)  # [B, N, G, K, (H/G) V]
-
-    # 3. the state before each chunk, by a scan over chunks
-    carry = c_end[:, :, 0].exp()  # [B, N, H]
-    before = torch.zeros(B, N, dtype=torch.long, device=v.device)
-    if same is not None:
-        before = F.pad(same[:, :-1, -1], (1, 0))  # segment of the token before the chunk; 0: the initial state's
-        carry = carry * (same[..., -1] == before)[..., None]
-    carry = carry.view(B, N, G, 1, H // G, 1).expand(-1, -1, -1, -1, -1, V).reshape(B, N, G, 1, -1)
-    state = added.new_zeros(B, G, K, H // G * V)
-    if initial_state is not None:
-        state = initial_state.to(v.dtype).view(B, G, H // G, K, V).transpose(2, 3).reshape(B, G, K, -1)
-    states = []
-    for n in range(N):
-        states.append(state)
-        state = torch.addcmul(added[:, n], carry[:, n], state)
-
-    # 4. what the tokens of a chunk read from before it
-    if N > 1 or initial_state is not None:
-        reach = c.exp()
-        if same is not None:
-            reach = reach * (same == before[..., None])[..., None]
-        o = torch.addcmul(o, reach[..., None], _ungroup(q @ torch.stack(states, dim=1), H))
-    o = o.reshape(B, N * L, H, V)[:, :T].to(dtype)
-    if not output_final_state:
-        return o, None
-    return o, state.view(B, G, K, H // G, V).transpose(2, 3).reshape(B, H, K, V)
+    start = None if initial_state is None else initial_state.to(v.dtype)
+    o, final = _Chunked.apply(q, k, v, log_decay, start, segments, L, output_final_state)  # type: ignore[no-untyped-call]
+    return o[:, :T].to(dtype), final
 
 
-class _Inside(torch.autograd.Function):
-    """o_i = sum_{j <= i} exp(c_i - c_j) (q_i . k_j) v_j inside each chunk, over j of the same segment.
+class _Chunked(torch.autograd.Function):
+    """The chunked form with its gradient: autograd's own backward takes twice as long on a CPU.
 
-    Written with its gradient because the [L, L] weights of every head dominate a training step on a CPU: autograd's
-    own backward makes about twice as many passes over them. With W_ij = exp(c_i - c_j) q_i . k_j, the gradient of c
-    needs no pass at all: sum_j W_ij dW_ij = o_i . do_i and sum_i W_ij dW_ij = v_j . dv_j.
-    q, k: [B, N, G, L, K]; v: [B, N, L, H, V]; c: [B, N, L, H]; same: bool [B, N, L, L] or None. Returns o as v.
+    With c the log-decay summed from its chunk's start, each token's own included, D_ij = exp(c_i - c_j) inside a chunk
+    and S_n the state before chunk n:
+
+        o_i     = sum_{j <= i} D_ij (q_i . k_j) v_j + exp(c_i) S_n^T q_i
+        S_{n+1} = exp(c_end) S_n + sum_j exp(c_end - c_j) k_j v_j^T
+
+    c_i multiplies all that o_i holds, and -c_j all that v_j goes into, so the gradient of c needs no pass over D:
+    dc_i = o_i . do_i - v_i . dv_i, and c_end gets S_{n+1} . dS_{n+1} beside.
+    q, k: [B, T, G, K]; v: [B, T, H, V]; log_decay: [B, T, H]; start: [B, H, K, V] or None; segments: int64 [B, T] or
+    None; T a multiple of L. Returns o like v and, where `keep` asks for it, the final state. Inside, chunks come first
+    ([N, B, L, ...]): the states of all chunks but the first or the last then lie in one piece.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, c: Tensor, same: Tensor | None) -> Tensor:
-        B, N, G, L, _ = q.shape
-        H = c.shape[-1]
-        hidden = torch.ones(L, L, dtype=torch.bool, device=q.device).triu(1)
-        if same is not None:
-            hidden = (hidden | ~same)[:, :, None]
-        c = c.transpose(2, 3)
-        decay = c[..., :, None] - c[..., None, :]
-        decay.masked_fill_(hidden, -torch.inf).exp_()  # masked before exp: above the diagonal it would overflow
-        weights = (decay.view(B, N, G, H // G, L, L) * (q @ k.transpose(-1, -2))[:, :, :, None]).view(decay.shape)
-        v = v.transpose(2, 3)
-        o = weights @ v
-        ctx.save_for_backward(q, k, v, decay, weights, o)
-        return o.transpose(2, 3)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        start: Tensor | None,
+        segments: Tensor | None,
+        L: int,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        q, k = (_chunks(x, L).transpose(2, 3).contiguous() for x in (q, k))  # [N, B, G, L, K]
+        v = _chunks(v, L)
+        N, B, G, _, K = q.shape
+        H, V = v.shape[3:]
+        decays = _decays(_chunks(log_decay, L), None if segments is None else _chunks(segments, L))
+
+        # 1. inside a chunk
+        scores = decays.hide(q @ k.mT)
+        weights = (torch.unflatten(decays.inside, 2, (G, -1)) * scores[:, :, :, None]).flatten(2, 3)
+        v_heads = v.transpose(2, 3).contiguous()
+        inside = (weights @ v_heads).transpose(2, 3)
+
+        # 2. the state before each chunk that reads one, and after the last if asked for, by a scan over chunks
+        M = N if keep else N - 1
+        written = _grouped(v[:M] * decays.weight[:M, ..., None], G)
+        states = q.new_empty(M + 1, B, G, K, H // G * V)
+        states[0] = 0.0 if start is None else _grouped_state(start, G)
+        _product_into(states[1:], k[:M].mT, written)
+        carry = _per_channel(decays.carry, G, V)
+        for n in range(M):
+            states[n + 1].addcmul_(carry[n], states[n])
+
+        # 3. what the tokens of a chunk read from before it
+        o = v.new_empty(B, N, L, H, V)
+        o_chunks = o.transpose(0, 1)
+        first = 1 if start is None else 0  # the first chunk with anything before it
+        o_chunks[:first] = inside[:first]
+        if first < N:
+            before = _ungrouped(q[first:] @ states[first:N], H).mul_(decays.reach[first:, ..., None])
+            torch.add(inside[first:], before, out=o_chunks[first:])
+        o = o.flatten(1, 2)
+        ctx.save_for_backward(q, k, v_heads, weights, written, states, o, *decays)
+        ctx.first = first
+        return o, _state_of_heads(states[N], H) if keep else None
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
-        q, k, v, decay, weights, o = ctx.saved_tensors
-        B, N, G, L, _ = q.shape
-        do = do.transpose(2, 3)
+    def backward(ctx: Any, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
         with without_autocast(do):
-            dv = weights.transpose(-1, -2) @ do
-            dscores = (do @ v.transpose(-1, -2)).mul_(decay).view(B, N, G, -1, L, L).sum(3)
-            dc = (o * do).sum(-1) - (v * dv).sum(-1)
-            return dscores @ k, dscores.transpose(-1, -2) @ q, dv.transpose(2, 3), dc.transpose(2, 3), None
+            return _gradients(ctx.saved_tensors, ctx.first, do, dfinal)
+
+
+def _gradients(saved: tuple[Tensor, ...], first: int, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v_heads, weights, written, states, o, *rest = saved
+    decays = _Decays(*rest)
+    N, B, G, L, _ = q.shape
+    H, V = v_heads.shape[2], v_heads.shape[4]
+    M = len(written)
+    do_chunks = _chunks(do, L)
+
+    # 1. inside a chunk
+    do_heads = do_chunks.transpose(2, 3).contiguous()
+    dweights = (do_heads @ v_heads.mT).mul_(decays.inside)
+    dscores = decays.hide(torch.unflatten(dweights, 2, (G, -1)).sum(3))
+    dq, dk = dscores @ k, dscores.mT @ q
+    dv_inside = (weights.mT @ do_heads).transpose(2, 3)
+
+    # 2. what was read from the states, and the scan back: dstates[n] is the gradient of the state before chunk n
+    dstates = torch.empty_like(states)
+    dstates[:first] = 0.0
+    if dfinal is not None:
+        dstates[N] = _grouped_state(dfinal, G)
+    if first < N:
+        dread = _grouped(do_chunks[first:] * decays.reach[first:, ..., None], G)
+        dq[first:] += dread @ states[first:N].mT
+        _product_into(dstates[first:N], q[first:].mT, dread)
+    carry = _per_channel(decays.carry, G, V)
+    dc_end = q.new_empty(M, B, H)
+    scratch = torch.empty_like(states[0])
+    for n in reversed(range(M)):
+        torch.mul(states[n + 1], dstates[n + 1], out=scratch)
+        dc_end[n] = scratch.sum(2).view(B, H, V).sum(2)
+        dstates[n].addcmul_(carry[n], dstates[n + 1])
+
+    # 3. what was written to the states
+    dv = do.new_empty(B, N, L, H, V)
+    dv_chunks = dv.transpose(0, 1)
+    dv_chunks[M:] = dv_inside[M:]
+    if M:
+        dk[:M] += written @ dstates[1:].mT
+        dwritten = _ungrouped(k[:M] @ dstates[1:], H).mul_(decays.weight[:M, ..., None])
+        torch.add(dv_inside[:M], dwritten, out=dv_chunks[:M])
+
+    dc = _chunks((o * do).sum(-1), L) - (v_heads.transpose(2, 3) * dv_chunks).sum(-1)
+    dc[:M, :, -1] += dc_end
+    dlog_decay = dc.flip(2).cumsum(2).flip(2)
+    dq, dk, dlog_decay = (x.transpose(0, 1).flatten(1, 2) for x in (dq.transpose(2, 3), dk.transpose(2, 3), dlog_decay))
+    dstart = None if first else _state_of_heads(dstates[0], H)
+    return dq, dk, dv.flatten(1, 2), dlog_decay, dstart, None, None, None
+
+
+class _Decays(NamedTuple):
+    """Decays between the places of a chunk, each exp of a number <= 0; 0 across the start of a document.
+
+    inside: [N, B, H, L, L], from token j to token i (1 above the diagonal and across documents, where `hide` applies).
+    reach: [N, B, L, H], from the chunk's start to token i. weight: [N, B, L, H], from token j to the chunk's end.
+    carry: [N, B, H], over the whole chunk. same: bool [N, B, 1, L, L], whether two tokens share a document, or None.
+    """
+
+    inside: Tensor
+    reach: Tensor
+    weight: Tensor
+    carry: Tensor
+    same: Tensor | None
+
+    def hide(self, scores: Tensor) -> Tensor:
+        """Scores [N, B, G, L, L], in place, with 0 where token i doesn't see token j."""
+        scores.tril_()
+        return scores if self.same is None else scores.masked_fill_(~self.same, 0.0)
+
+
+def _decays(log_decay: Tensor, segments: Tensor | None) -> _Decays:
+    """log_decay: [N, B, L, H]; segments: [N, B, L] or None."""
+    c = log_decay.cumsum(2)
+    c_heads, c_end = c.transpose(2, 3).contiguous(), c[:, :, -1]
+    # Bounded before exp: above the diagonal it would overflow.
+    inside = (c_heads[..., :, None] - c_heads[..., None, :]).clamp_(max=0.0).exp_()
+    reach, weight, carry = c.exp(), (c_end[:, :, None] - c).exp_(), c_end.exp()
+    if segments is None:
+        return _Decays(inside, reach, weight, carry, None)
+    last = segments[:, :, -1]
+    before = torch.cat([torch.zeros_like(last[:1]), last[:-1]])  # of the token before; 0: the initial state's
+    reach = reach * (segments == before[..., None])[..., None]
+    weight = weight * (segments == last[..., None])[..., None]
+    carry = carry * (last == before)[..., None]
+    return _Decays(inside, reach, weight, carry, (segments[..., :, None] == segments[..., None, :])[:, :, None])
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, layout: Layout | None) -> tuple[Tensor, ...]:
@@ -206,17 +289,40 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, layout: Layout 
     return q, k, v, bounded_log_decay(log_decay)
 
 
-def _group(x: Tensor, G: int) -> Tensor:
-    B, N, L, H, V = x.shape
-    return x.reshape(B, N, L, G, H // G * V).transpose(2, 3)  # [B, N, G, L, (H/G) V]
+def _chunks(x: Tensor, L: int) -> Tensor:
+    return torch.unflatten(x, 1, (-1, L)).transpose(0, 1)  # [B, N L, ...] -> [N, B, L, ...]
 
 
-def _ungroup(x: Tensor, H: int) -> Tensor:
-    B, N, _, L, _ = x.shape
-    return x.transpose(2, 3).reshape(B, N, L, H, -1)
+def _grouped(x: Tensor, G: int) -> Tensor:
+    return torch.unflatten(x, 3, (G, -1)).flatten(4).transpose(2, 3)  # [N, B, L, H, V] -> [N, B, G, L, (H/G) V]
+
+
+def _ungrouped(x: Tensor, H: int) -> Tensor:
+    return torch.unflatten(x.transpose(2, 3).flatten(3), 3, (H, -1))  # [N, B, G, L, (H/G) V] -> [N, B, L, H, V]
+
+
+def _product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out = a @ b, batch by batch, without a buffer between."""
+    if len(out):
+        torch.bmm(a.flatten(0, 2), b.flatten(0, 2), out=out.flatten(0, 2))
+
+
+def _grouped_state(state: Tensor, G: int) -> Tensor:
+    return torch.unflatten(state, 1, (G, -1)).transpose(2, 3).flatten(3)  # [B, H, K, V] -> [B, G, K, (H/G) V]
+
+
+def _state_of_heads(state: Tensor, H: int) -> Tensor:
+    G = state.shape[1]
+    return torch.unflatten(state, 3, (H // G, -1)).transpose(2, 3).flatten(1, 2)  # [B, G, K, (H/G) V] -> [B, H, K, V]
+
+
+def _per_channel(decay: Tensor, G: int, V: int) -> Tensor:
+    """[N, B, H] as [N, B, G, 1, (H/G) V], to multiply grouped states: written out, addcmul is slow without."""
+    return torch.unflatten(decay.repeat_interleave(V, dim=2), 2, (G, 1, -1))
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, initial_state: Tensor | None) -> None:
+    check_log_decay(log_decay)
     B, T, H, V = v.shape
     G, K = k.shape[2:]
     if q.shape != (B, T, G, K) or k.shape != q.shape or log_decay.shape != (B, T, H) or H % G:

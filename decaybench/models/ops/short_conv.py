@@ -43,9 +43,8 @@ class _Taps(torch.autograd.Function):
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, *hidden: Tensor | None) -> Tensor:
         W = weight.shape[1]
         taps = at_least_float32(weight).T.contiguous()
-        y = at_least_float32(inputs[:, W - 1 :]) * taps[W - 1]
-        if bias is not None:
-            y += bias
+        current = at_least_float32(inputs[:, W - 1 :])
+        y = current * taps[W - 1] if bias is None else torch.addcmul(bias, current, taps[W - 1])
         for lag, mask in enumerate(hidden, start=1):
             y.addcmul_(_behind(inputs, lag, W, mask), taps[W - 1 - lag])
         ctx.save_for_backward(inputs, weight, bias, *hidden)
@@ -60,11 +59,12 @@ class _Taps(torch.autograd.Function):
         taps = at_least_float32(weight).T.contiguous()
         dinputs = torch.zeros(inputs.shape, dtype=dy.dtype, device=dy.device)
         dtaps = torch.empty_like(taps)
+        scratch = torch.empty_like(dy)  # one for all lags: fresh memory costs more than the product
         for lag, mask in enumerate([None, *hidden]):
             place = W - 1 - lag
             seen = dy if mask is None else dy.masked_fill(mask, 0.0)
             dinputs[:, place : place + T].addcmul_(seen, taps[place])
-            dtaps[place] = (seen * _behind(inputs, lag, W, None)).sum((0, 1))
+            dtaps[place] = torch.mul(seen, _behind(inputs, lag, W, None), out=scratch).sum((0, 1))
         dbias = None if bias is None else dy.sum((0, 1)).to(bias.dtype)
         return dinputs.to(inputs.dtype), dtaps.T.to(weight.dtype), dbias, *(None for _ in hidden)
 
