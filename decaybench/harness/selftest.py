@@ -6,7 +6,7 @@ The checks themselves are in `harness.invariances`; here they are run, for the c
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,9 @@ from decaybench.models.registry import architectures
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Check", "check_models", "plain", "selftest", "small_config", "tables"]
+__all__ = ["Check", "check_models", "plain", "selftest", "small_config", "summary", "tables"]
+
+Results = dict[str, list[Check]]  # by cell and dtype: mamba2+post float32
 
 
 def selftest(
@@ -47,8 +49,19 @@ def selftest(
     return results
 
 
-def check_models(name: str, *, post: bool = False, device: str = "cpu") -> dict[str, list[Check]]:
-    """The checks of an architecture, or of all with every add-on: cell and dtype -> checks. Raises UserError."""
+def check_models(
+    name: str,
+    *,
+    post: bool = False,
+    device: str = "cpu",
+    verbose: bool = False,
+    show: Callable[[str | Table], None] | None = None,
+) -> Results:
+    """The checks of an architecture, or of all with every add-on. Raises UserError.
+
+    show: is given what there is to say of each cell as soon as it has been checked: its `summary`, or its `tables`
+    where it is the only one or with verbose.
+    """
     if name == "all":
         cells = [
             (known.name, variant)
@@ -59,14 +72,20 @@ def check_models(name: str, *, post: bool = False, device: str = "cpu") -> dict[
     else:
         cells = [(name, "paper"), (name, "minimal")] if post else [(name, None)]
     configs = [small_config(known, variant) for known, variant in cells]  # type: ignore[arg-type]
-    return {
-        f"{config.cell} {str(dtype).removeprefix('torch.')}": selftest(config, dtype=dtype, device=device)
-        for config in configs
-        for dtype in (torch.float64, torch.float32)
-    }
+    results: Results = {}
+    for config in configs:
+        checked = {
+            f"{config.cell} {str(dtype).removeprefix('torch.')}": selftest(config, dtype=dtype, device=device)
+            for dtype in (torch.float64, torch.float32)
+        }
+        results |= checked
+        for said in tables(checked) if verbose or len(configs) == 1 else [summary(checked)]:
+            if show is not None:
+                show(said)
+    return results
 
 
-def plain(results: dict[str, list[Check]]) -> list[dict[str, Any]]:
+def plain(results: Results) -> list[dict[str, Any]]:
     """The checks as JSON-able data; a difference that is not a finite number is None."""
     return [
         {
@@ -82,7 +101,21 @@ def plain(results: dict[str, list[Check]]) -> list[dict[str, Any]]:
     ]
 
 
-def tables(results: dict[str, list[Check]]) -> list[Table]:
+def summary(results: Results) -> str:
+    """One line for a cell, with its dtypes, and one more for each check that is broken."""
+    checks = [(model, check) for model, found in results.items() for check in found]
+    cell = next(iter(results)).split()[0]
+    broken = [(model, check) for model, check in checks if not check.passed]
+    if not broken:
+        return f"{cell}: all {len(checks)} checks hold ({', '.join(model.split()[-1] for model in results)})"
+    lines = [f"{cell}: {len(broken)} of {len(checks)} checks broken"]
+    for model, check in sorted(broken, key=lambda one: one[1].pitfall):
+        difference, bound = _numbers(check)
+        lines.append(f"  {model.split()[-1]}, pitfall {check.pitfall}, {check.name}: {difference}, bound {bound}")
+    return "\n".join(lines)
+
+
+def tables(results: Results) -> list[Table]:
     """The checks for a terminal, a table for each cell and dtype; the verdict stands in its caption."""
     from rich.box import SIMPLE
     from rich.markup import escape
@@ -98,10 +131,13 @@ def tables(results: dict[str, list[Check]]) -> list[Table]:
             table.add_column(heading, justify="left" if heading in ("check", "verdict") else "right")
         for check in sorted(checks, key=lambda check: check.pitfall):
             holds = "[green]holds[/]" if check.passed else "[bold red]BROKEN[/]"
-            numbers = (f"{check.difference:.1e}", f"{check.bound:.0e}" if check.bound else "0")
-            table.add_row(str(check.pitfall), escape(check.name), *numbers, holds)
+            table.add_row(str(check.pitfall), escape(check.name), *_numbers(check), holds)
         drawn.append(table)
     return drawn
+
+
+def _numbers(check: Check) -> tuple[str, str]:
+    return f"{check.difference:.1e}", f"{check.bound:.0e}" if check.bound else "0"
 
 
 @contextmanager

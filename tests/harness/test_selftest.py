@@ -21,11 +21,11 @@ from decaybench.models.language_model import LanguageModel
 from decaybench.models.mixers import attention, mamba2
 from decaybench.models.ops import scalar_decay
 
+RECURRENT = ("mamba2", "rwkv7", "gated_deltanet", "gla", "retnet")
 CONFIGS = {
-    "mamba2": ("mamba2", None),
-    "mamba2+post": ("mamba2", "paper"),
-    "mamba2+post-minimal": ("mamba2", "minimal"),
-    "attention": ("attention", None),
+    **{name: (name, None) for name in (*RECURRENT, "attention")},
+    **{f"{name}+post": (name, "paper") for name in RECURRENT},
+    **{f"{name}+post-minimal": (name, "minimal") for name in RECURRENT},
 }
 
 
@@ -40,7 +40,7 @@ def failed(checks: list[Check]) -> list[str]:
 def test_every_invariance_holds(cell, dtype):
     checks = selftest.selftest(small_config(*CONFIGS[cell]), dtype=dtype)
     assert failed(checks) == []
-    assert {check.pitfall for check in checks} == {*range(1, 16), 17}
+    assert {check.pitfall for check in checks} == set(range(1, 18))
 
 
 @pytest.mark.parametrize("settings", [{"taper": "learned"}, {"control": "shuffled"}, {"reparameterize": False}])
@@ -278,6 +278,18 @@ def test_finds_initial_values_that_loading_overwrites(bug):
     assert caught(15) == {15}
 
 
+def test_finds_initial_values_drawn_in_bfloat16(bug):
+    def wrap(original):
+        def narrow(parameter, low, high, draws):
+            drawn = torch.empty(parameter.shape, dtype=parameter.dtype).uniform_(low, high, generator=draws)
+            parameter.copy_(drawn)
+
+        return narrow
+
+    bug(module, "uniform_", wrap)
+    assert caught(16) == {16}
+
+
 def test_finds_a_division_by_one_head_less(bug):
     bug(
         post.TaperedSpectrum,
@@ -331,6 +343,32 @@ def test_results_by_model_are_tabled_and_plain(monkeypatch):
     shown = json.loads(json.dumps(selftest.plain({"mamba2": checks}), allow_nan=False))
     assert [row["passed"] for row in shown] == [False, True, False]
     assert shown[2]["difference"] is None
+
+
+def test_a_cell_is_shown_as_soon_as_it_is_checked(monkeypatch):
+    order = []
+
+    def checks(config, **options):
+        order.append(config.cell)
+        held = config.cell != "mamba2+post-minimal"
+        return [Check(9, "packing [x]", 0.0 if held else math.inf, 1e-9), Check(2, "odd", 0.0 if held else 0.25, 0.0)]
+
+    monkeypatch.setattr(selftest, "selftest", checks)
+    results = selftest.check_models("mamba2", post=True, show=order.append)
+    broken = [
+        "mamba2+post-minimal: 4 of 4 checks broken",
+        "  float64, pitfall 2, odd: 2.5e-01, bound 0",
+        "  float32, pitfall 2, odd: 2.5e-01, bound 0",
+        "  float64, pitfall 9, packing [x]: inf, bound 1e-09",
+        "  float32, pitfall 9, packing [x]: inf, bound 1e-09",
+    ]
+    post, minimal = ["mamba2+post"] * 2, ["mamba2+post-minimal"] * 2
+    assert order == [*post, "mamba2+post: all 4 checks hold (float64, float32)", *minimal, "\n".join(broken)]
+    assert list(results) == [f"{cell} {dtype}" for cell in (post[0], minimal[0]) for dtype in ("float64", "float32")]
+    shown = []
+    selftest.check_models("mamba2", show=shown.append)
+    selftest.check_models("mamba2", post=True, verbose=True, show=shown.append)
+    assert [table.title.split()[0] for table in shown] == ["mamba2"] * 2 + post + minimal
 
 
 def test_post_needs_decays():
