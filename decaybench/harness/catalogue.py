@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
 from decaybench.harness.config import RunConfig, TrainingConfig
-from decaybench.harness.presets import PRESETS
+from decaybench.harness.presets import PRESETS, Preset
 from decaybench.models.addons.post import PostConfig
 from decaybench.models.config import PRESETS as SIZES
 from decaybench.models.config import ModelConfig
 from decaybench.models.ffn import FfnConfig
-from decaybench.models.registry import architectures
+from decaybench.models.registry import architectures, get_architecture
 from decaybench.tasks.registry import TASKS
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
 Catalogue = dict[str, list[dict[str, str]]]
@@ -71,6 +72,57 @@ def all_settings() -> Catalogue:
     return {title: list(_settings(prefix, kind)) for title, (prefix, kind) in parts.items()}
 
 
+def about(name: str) -> dict[str, Any]:
+    """All that is known of an architecture. Raises UserError with the nearest name."""
+    found = get_architecture(name)
+    return {
+        "name": name,
+        "what": found.description,
+        "source": found.source,
+        "equation": found.equation,
+        "PoST": found.post,
+        "verified": found.verified,
+        "add-ons": list(found.addons),
+        "gates": list(found.gates),
+        "FFN": found.ffn,
+        "backends": list(found.backends),
+        "settings": list(_settings("model.mixer", found.config_class())),
+        "presets": [
+            {
+                "task": task,
+                "name": preset,
+                "what": entry.description,
+                "model": _flat(entry.models[name]),
+                "learning rate": _learning_rate(entry, name),
+            }
+            for task, presets in PRESETS.items()
+            for preset, entry in presets.items()
+            if name in entry.models
+        ],
+        "model sizes": [
+            {"name": size, "model": _flat(models[name])} for size, models in SIZES.items() if name in models
+        ],
+    }
+
+
+def page(known: Mapping[str, Any]) -> Group:
+    """What `about` found, to be read."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column()
+    facts.add_row(known["name"], Text(known["what"]))
+    for key in ("source", "equation", "PoST", "verified", "add-ons", "gates", "FFN", "backends"):
+        said = known[key] if isinstance(known[key], str) else ", ".join(known[key])
+        if said and said != "baseline":  # one gate only
+            facts.add_row(key, Text(said))
+    lists = {kind: known[kind] for kind in ("settings", "presets", "model sizes") if known[kind]}
+    return Group(facts, "", *tables({kind: [_shown(row) for row in entries] for kind, entries in lists.items()}))
+
+
 def tables(entries: Catalogue) -> list[Table]:
     """One table for each kind of thing."""
     from rich.table import Table
@@ -97,3 +149,23 @@ def _settings(prefix: str, kind: type[BaseModel]) -> Iterator[dict[str, str]]:
             "default": default,
             "what": field.description or "",
         }
+
+
+def _learning_rate(preset: Preset, model: str) -> float:
+    """What a run of the preset takes."""
+    given = preset.learning_rate(model) or preset.run.get("training", {}).get("learning_rate")
+    return float(given or TrainingConfig().learning_rate)
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, str]:
+    shown = {key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in row.items()}
+    if "model" in row:
+        shown["model"] = ", ".join(f"{key}={value}" for key, value in row["model"].items() if key != "name")
+    return shown
+
+
+def _flat(sizes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in sizes.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat

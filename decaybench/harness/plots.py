@@ -1,80 +1,63 @@
 """Figures of an evaluation and of a decay spectrum: .png for a page, .svg for a paper; the same bytes every time.
 
 In all of them a darker blue is a higher accuracy or a longer sample, dashed grey or a frame marks the training length,
-and a bar is a 95 % interval. No pyplot: no window, and nothing of the caller's matplotlib is changed. matplotlib is
-imported by the functions that draw, so that what merely imports this module doesn't wait for it.
+and a bar is a 95 % interval.
 """
 
 from __future__ import annotations
 
-import io
-import textwrap
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from math import ceil, isclose, log2, nan, sqrt
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from decaybench.core.files import atomic_write_bytes
+from decaybench.harness.drawing import (
+    GRID,
+    INK,
+    INKS,
+    MARKERS,
+    MUTED,
+    accuracy_axis,
+    apart,
+    beside,
+    legend_below,
+    log2_axis,
+    make_panels,
+    mark_training_length,
+    name_axes,
+    name_panel,
+    ratio_label,
+    save,
+    style,
+    thin,
+    tokens_label,
+)
 from decaybench.results.record import CellResult, DistanceBin, Group, Record, groups
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.text import Text
     from numpy.typing import NDArray
 
     from decaybench.harness.spectra import LayerTimescales, Spectrum, Timescales
 
-_INK, _MUTED, _GRID = "#222222", "#6b6b6b", "#e4e4e4"
-_INKS = ("#0072b2", "#d55e00", "#009e73", "#b0578d")  # Okabe and Ito's: colour-blind eyes tell them apart
-_MARKERS = ("o", "s", "^", "D")
 _MOST_LAYERS = 6
 _MOST_NUMBERS = 40  # rows or columns of a heat map; with more of them no number could be read
 _FEW = 10  # samples; the share of fewer says next to nothing
 _HOLLOW = f"fewer than {_FEW} samples"
-_STYLE: Any = {  # matplotlib types its keys one by one
-    "axes.axisbelow": True,
-    "axes.edgecolor": _MUTED,
-    "axes.labelcolor": _INK,
-    "axes.linewidth": 0.8,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 10,
-    "figure.constrained_layout.use": True,
-    "figure.titlesize": 11,
-    "font.family": "DejaVu Sans",
-    "font.size": 10,
-    "grid.color": _GRID,
-    "grid.linewidth": 0.8,
-    "legend.fontsize": 9,
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 5.5,
-    "savefig.dpi": 150,
-    "svg.hashsalt": "decaybench",
-    "text.color": _INK,
-    "xtick.color": _MUTED,
-    "xtick.labelcolor": _INK,
-    "xtick.labelsize": 9,
-    "ytick.color": _MUTED,
-    "ytick.labelcolor": _INK,
-    "ytick.labelsize": 9,
-}
 
 
 def draw_evaluation(record: Record, folder: Path) -> list[Path]:
     """Save `evaluation_figures` as .png and .svg in `folder`, and return their paths. Raises RunError."""
-    return [path for name, figure in evaluation_figures(record).items() for path in _save(figure, folder, name)]
+    return [path for name, figure in evaluation_figures(record).items() for path in save(figure, folder, name)]
 
 
 def draw_timescales(spectrum: Spectrum, folder: Path) -> list[Path]:
     """Save `timescale_figure` as timescales.png and .svg in `folder`, and return their paths. Raises RunError."""
-    return _save(timescale_figure(spectrum), folder, "timescales")
+    return save(timescale_figure(spectrum), folder, "timescales")
 
 
 def evaluation_figures(record: Record) -> dict[str, Figure]:
@@ -85,7 +68,7 @@ def evaluation_figures(record: Record) -> dict[str, Figure]:
     is a share of questions, and its interval counts samples (`DistanceBin.share_interval`).
     """
     figures = {}
-    with _style():
+    with style():
         if any("depth" in cell.coordinates for cell in record.cells):
             figures["accuracy-length-depth"] = _length_depth(record)
         figures["accuracy-length"] = _length(record)
@@ -105,16 +88,16 @@ def timescale_figure(spectrum: Spectrum) -> Figure:
     some = f" ({len(chosen)} of {len(spectrum.layers)} layers)" if len(chosen) < len(spectrum.layers) else ""
     columns = len(chosen) if len(chosen) <= 3 else ceil(len(chosen) / 2)
     size = (max(5.2, 2.45 * columns), 2.1 * ceil(len(chosen) / columns) + 1.2)
-    with _style():
-        figure, panels = _panels(f"{spectrum.cell}: timescales of the heads{some}", len(chosen), columns, size)
+    with style():
+        figure, panels = make_panels(f"{spectrum.cell}: timescales of the heads{some}", len(chosen), columns, size)
         for panel, layer in zip(panels, chosen, strict=True):
             panel.set_title(f"layer {layer.layer}")
             panel.set_yscale("log")
             panel.yaxis.set_minor_locator(NullLocator())
             _timescale_lines(panel, layer, _distinct_positions(spectrum))
             _guides(panel, spectrum, named=panel in (*panels[columns - 1 :: columns], panels[-1]))
-        _name_axes(panels, columns, "head, slowest first", "timescale (tokens)")
-        _legend_below(figure, panels[0].get_legend_handles_labels()[0], columns=3)
+        name_axes(panels, columns, "head, slowest first", "timescale (tokens)")
+        legend_below(figure, panels[0].get_legend_handles_labels()[0], columns=3)
     return figure
 
 
@@ -130,24 +113,29 @@ def _length_depth(record: Record) -> Figure:
         max(2.6, min(ceil(len(variants) / columns) * (high * len(depths) + 0.7) + 0.7, 100)),
     )
     title = _title(record, variants, "accuracy by length and depth")
-    figure, panels = _panels(title, len(variants), columns, size)
+    figure, panels = make_panels(title, len(variants), columns, size)
     for panel, variant in zip(panels, variants, strict=True):
         here = [cell for cell in cells if cell.variant == variant]
         values: dict[tuple[float, int], list[float]] = {}
         for cell in here:
             values.setdefault((cell.coordinates["depth"], cell.eval_length), []).append(cell.value)
-        grid = np.array([[_mean(values.get((depth, length), [nan])) for length in lengths] for depth in depths])
+        grid = np.array([[fmean(values.get((depth, length), [nan])) for length in lengths] for depth in depths])
         _heat_map(figure, panel, grid)
-        _name_panel(panel, variant, variants)
+        name_panel(panel, variant, variants)
         panel.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
         panel.set_xticks(range(len(lengths)), list(lengths.values()))
         if record.train_length in lengths:
             _frame(panel, list(lengths).index(record.train_length), len(depths))
     framed = " (framed: training length)" if record.train_length in lengths else ""
-    _name_axes(panels, columns, "" if columns > 1 else f"length, tokens{framed}", "depth of the needle")
+    one_row = columns == len(panels)
+    name_axes(
+        panels, columns, "" if columns > 1 else f"length, tokens{framed}", "depth of the needle" if one_row else ""
+    )
     if columns > 1:  # too long for a panel
         figure.supxlabel(f"length, tokens{framed}", size=10)
-    _thin(figure)
+    if not one_row:  # a panel of one depth is lower than the name is long
+        figure.supylabel("depth of the needle", size=10)
+    thin(figure)
     return figure
 
 
@@ -155,14 +143,14 @@ def _length(record: Record) -> Figure:
     found = groups(record)
     variants = _variants(record.cells)
     over = ", mean over depths" if any("depth" in cell.coordinates for cell in record.cells) else ""
-    figure, (panel,) = _panels(_title(record, variants, f"accuracy by length{over}"), 1, 1, (6.4, 3.8))
+    figure, (panel,) = make_panels(_title(record, variants, f"accuracy by length{over}"), 1, 1, (6.4, 3.8))
     _length_axis(panel, record)
-    _accuracy_axis(panel)
+    accuracy_axis(panel)
     panel.set_xlabel("length (tokens)")
     panel.set_ylabel("accuracy, 95 % interval")
     ends = []
     for number, variant in enumerate(variants):
-        ink, marker = _INKS[number % len(_INKS)], _MARKERS[number % len(_MARKERS)]
+        ink, marker = INKS[number % len(INKS)], MARKERS[number % len(MARKERS)]
         points = sorted((group for group in found if group.variant == variant), key=lambda group: group.eval_length)
         joined = len({group.eval_length for group in points}) == len(points)
         lengths = [group.eval_length for group in points]
@@ -182,8 +170,8 @@ def _length(record: Record) -> Figure:
             _name_points(panel, points)
     if len(variants) > 1:
         _name_lines(panel, ends, all_lines=len(ends) == len(variants))
-    _mark_training_length(panel, record)
-    _thin(figure)
+    mark_training_length(panel, record.train_length, record.longest_trained)
+    thin(figure)
     return figure
 
 
@@ -197,78 +185,32 @@ def _distance(record: Record) -> Figure:
     size = (6.4 if columns == 1 else 8.0, 2.4 * ceil(len(variants) / columns) + 1.4)
     at = f" at length {next(iter(lengths))}" if len(lengths) == 1 else ""
     title = _title(record, variants, f"accuracy by distance{at}, 95 % intervals with samples as units")
-    figure, panels = _panels(title, len(variants), columns, size)
+    figure, panels = make_panels(title, len(variants), columns, size)
     inks = _shades(len(lengths))
     for panel, variant in zip(panels, variants, strict=True):
-        _accuracy_axis(panel)
-        _name_panel(panel, variant, variants, pad=17)  # above "training length"
+        accuracy_axis(panel)
+        name_panel(panel, variant, variants, pad=17)  # above "training length"
         for ink, length in zip(inks, lengths, strict=True):
             bins = _pooled(cell for cell in cells if (cell.variant, cell.eval_length) == (variant, length))
             _distance_line(panel, bins, ink, f"length {lengths[length]}".replace("\n", ", "))
     _octave_axis(panels[0], cells, record.train_length)
     for panel in panels:
-        _mark_training_length(panel, record)
-    _name_axes(panels, columns, "distance to the answer (tokens)", "accuracy per question")
+        mark_training_length(panel, record.train_length, record.longest_trained)
+    name_axes(panels, columns, "distance to the answer (tokens)", "accuracy per question")
     handles = panels[0].get_legend_handles_labels()[0] if len(lengths) > 1 else []
     if any(line.get_gid() == _HOLLOW for panel in panels for line in panel.lines):
         handles.append(
-            Line2D([], [], color=_MUTED, marker="o", markerfacecolor="white", linestyle="none", label=_HOLLOW)
+            Line2D([], [], color=MUTED, marker="o", markerfacecolor="white", linestyle="none", label=_HOLLOW)
         )
     if handles:
-        _legend_below(figure, handles, columns=4 if columns == 1 else 5)
-    _thin(figure)
+        legend_below(figure, handles, columns=4 if columns == 1 else 5)
+    thin(figure)
     return figure
-
-
-@contextmanager
-def _style() -> Iterator[None]:
-    """Our style alone, whatever the user's matplotlibrc says; the caller's settings come back afterwards."""
-    import matplotlib
-
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)
-        yield
-
-
-def _panels(title: str, count: int, columns: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` panels that share their axes, filled row by row. size: inches."""
-    from matplotlib.figure import Figure
-
-    rows = ceil(count / columns)
-    figure = Figure(figsize=size)
-    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
-    for unused in grid[count:]:
-        unused.remove()
-    panels = list(grid[:count])
-    for panel in panels[max(0, count - columns) :]:  # also those whose neighbour below was removed
-        panel.tick_params(labelbottom=True)
-    per_line = int(12 * size[0])  # characters
-    figure.suptitle(textwrap.fill(title, per_line), x=0.01, ha="left")
-    return figure, panels
 
 
 def _title(record: Record, variants: Sequence[str], shown: str) -> str:
     asked = f"{record.task.name} {variants[0]}" if len(variants) == 1 else record.task.name
     return f"{record.model.cell} on {asked}: {shown}"
-
-
-def _name_panel(panel: Axes, variant: str, variants: Sequence[str], pad: float = 6) -> None:
-    if len(variants) > 1:
-        panel.set_title(variant, pad=pad)
-
-
-def _name_axes(panels: Sequence[Axes], columns: int, x: str, y: str) -> None:
-    for panel in panels[max(0, len(panels) - columns) :]:
-        panel.set_xlabel(x)
-    for panel in panels[::columns]:
-        panel.set_ylabel(y)
-
-
-def _legend_below(figure: Figure, handles: Sequence[Artist], columns: int) -> None:
-    """A legend under the figure: as few rows as `columns` allow, evenly filled."""
-    rows = ceil(len(handles) / columns)
-    figure.legend(handles=handles, loc="outside lower center", ncols=ceil(len(handles) / rows))
 
 
 def _variants(cells: Iterable[CellResult]) -> list[str]:
@@ -279,21 +221,9 @@ def _lengths(cells: Iterable[CellResult]) -> dict[int, str]:
     """The evaluation lengths, shortest first, each with its label: tokens, and times the training length."""
     ratios = {cell.eval_length: cell.ratio for cell in cells}
     return {
-        length: _tokens_label(length) + ("" if ratio is None else f"\n{_ratio_label(ratio)}")
+        length: tokens_label(length) + ("" if ratio is None else f"\n{ratio_label(ratio)}")
         for length, ratio in sorted(ratios.items())
     }
-
-
-def _ratio_label(ratio: float) -> str:
-    return f"{ratio:.0f}x" if ratio >= 100 else f"{ratio:.3g}x"
-
-
-def _tokens_label(tokens: int) -> str:
-    """Tokens on an axis: 8192, 16k, 1M, with k = 1024, as model cards count."""
-    for unit, letter in ((1024**3, "G"), (1024**2, "M"), (1024, "k")):
-        if tokens > 9999 and tokens >= unit and tokens % unit == 0:
-            return f"{tokens // unit}{letter}"
-    return str(tokens)
 
 
 def _heat_map(figure: Figure, panel: Axes, grid: NDArray[np.float64]) -> None:
@@ -305,30 +235,24 @@ def _heat_map(figure: Figure, panel: Axes, grid: NDArray[np.float64]) -> None:
         return
     for (row, column), value in np.ndenumerate(grid):
         if not np.isnan(value):
-            ink = "white" if value > 0.68 else _INK  # where white has the higher contrast
+            ink = "white" if value > 0.68 else INK  # where white has the higher contrast
             panel.text(column, row, f"{value:.2f}", ha="center", va="center", size=9, color=ink)
 
 
 def _frame(panel: Axes, column: int, rows: int) -> None:
     from matplotlib.patches import Rectangle
 
-    frame = Rectangle((column - 0.5, -0.5), 1, rows, fill=False, edgecolor=_INK, linewidth=1.8, clip_on=False)
+    frame = Rectangle((column - 0.5, -0.5), 1, rows, fill=False, edgecolor=INK, linewidth=1.8, clip_on=False)
     panel.add_patch(frame)
     for label in panel.get_xticklabels()[column : column + 1]:  # none in a panel that has another below it
         label.set_fontweight("bold")
 
 
-def _accuracy_axis(panel: Axes) -> None:
-    panel.set_ylim(-0.03, 1.03)
-    panel.set_yticks(np.linspace(0, 1, 6))
-    panel.grid(axis="y")
-
-
 def _length_axis(panel: Axes, record: Record) -> None:
     ticks = _lengths(record.cells)
     if record.train_length is not None:
-        ticks.setdefault(record.train_length, f"{_tokens_label(record.train_length)}\n1x")
-    _log2_axis(panel, list(ticks), list(ticks.values()), min(ticks), max(ticks))
+        ticks.setdefault(record.train_length, f"{tokens_label(record.train_length)}\n1x")
+    log2_axis(panel, list(ticks), list(ticks.values()), min(ticks), max(ticks))
     if record.train_length is not None:
         panel.get_xticklabels()[list(ticks).index(record.train_length)].set_fontweight("bold")
 
@@ -339,35 +263,7 @@ def _octave_axis(panel: Axes, cells: Iterable[CellResult], train_length: int | N
     high = max(part.high for part in bins)
     ticks = [2**power for power in range(int(log2(low)), int(log2(high)) + 1)]
     ticks = ticks[:: ceil(len(ticks) / 9)]
-    _log2_axis(panel, ticks, [_tokens_label(tick) for tick in ticks], low, max(high, train_length or 1))
-
-
-def _log2_axis(panel: Axes, ticks: Sequence[int], labels: Sequence[str], low: float, high: float) -> None:
-    from matplotlib.ticker import NullLocator
-
-    panel.set_xscale("log", base=2)
-    panel.xaxis.set_minor_locator(NullLocator())
-    panel.set_xticks(ticks, labels)
-    margin = max((high / low) ** 0.05, 1.1)
-    panel.set_xlim(low / margin, high * margin)
-
-
-def _mark_training_length(panel: Axes, record: Record) -> None:
-    train_length, longest = record.train_length, record.longest_trained
-    if train_length is None:
-        return
-    reached = f" ({_tokens_label(longest)} reached)" if longest is not None and longest < train_length else ""
-    panel.axvline(train_length, color=_MUTED, linestyle="--", linewidth=1.1, zorder=1, gid="training length")
-    panel.annotate(
-        f"training length{reached}",
-        (train_length, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(0, 2),
-        textcoords="offset points",
-        ha="center",
-        color=_MUTED,
-        size=9,
-    )
+    log2_axis(panel, ticks, [tokens_label(tick) for tick in ticks], low, max(high, train_length or 1))
 
 
 def _intervals(panel: Axes, x: Sequence[float], intervals: Sequence[tuple[float, float]], ink: Any) -> None:
@@ -379,42 +275,17 @@ def _name_lines(panel: Axes, ends: Sequence[tuple[float, float, str, str]], all_
     if not all_lines or len(ends) > 4 or len({x for x, *_ in ends}) > 1:
         panel.legend()
         return
-    heights = _apart([y for _, y, _, _ in ends], 0.075)
+    heights = apart([y for _, y, _, _ in ends], 0.075)
     for (_, _, name, ink), height in zip(ends, heights, strict=True):
-        _beside(panel, (1, height), name, xycoords=("axes fraction", "data"), color=ink)
+        beside(panel, (1, height), name, xycoords=("axes fraction", "data"), color=ink)
 
 
 def _name_points(panel: Axes, points: Sequence[Group]) -> None:
     for length in {group.eval_length for group in points}:
         here = [group for group in points if group.eval_length == length]
-        for group, height in zip(here, _apart([group.value for group in here], 0.06), strict=True):
+        for group, height in zip(here, apart([group.value for group in here], 0.06), strict=True):
             name = ", ".join(f"{key} {value}" for key, value in group.coordinates.items())
-            _beside(panel, (length, height), name, xycoords="data", size=8)
-
-
-def _beside(panel: Axes, place: tuple[float, float], text: str, **look: Any) -> None:
-    panel.annotate(text, place, xytext=(6, 0), textcoords="offset points", va="center", annotation_clip=False, **look)
-
-
-def _apart(values: Sequence[float], gap: float) -> list[float]:
-    """The nearest heights to `values` in [0, 1], in the same order, that are `gap` apart (less if there is no room)."""
-    gap = min(gap, 1 / max(len(values) - 1, 1))
-    order = sorted(range(len(values)), key=lambda index: values[index])
-    blocks: list[list[float]] = []  # isotonic regression of value - rank gap: neighbours out of order share their mean
-    for rank, index in enumerate(order):
-        blocks.append([values[index] - rank * gap])
-        while len(blocks) > 1 and _mean(blocks[-2]) > _mean(blocks[-1]):
-            blocks[-2:] = [blocks[-2] + blocks[-1]]
-    levels = [_mean(block) for block in blocks for _ in block]
-    room = 1 - (len(values) - 1) * gap
-    heights = [0.0] * len(values)
-    for rank, index in enumerate(order):
-        heights[index] = min(max(levels[rank], 0.0), room) + rank * gap
-    return heights
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+            beside(panel, (length, height), name, xycoords="data", size=8)
 
 
 def _pooled(cells: Iterable[CellResult]) -> list[DistanceBin]:
@@ -461,7 +332,7 @@ def _shades(count: int) -> list[Any]:
     """Blues from light to dark."""
     from matplotlib import colormaps
 
-    return [colormaps["Blues"](shade) for shade in np.linspace(0.4, 1.0, count)] if count > 1 else [_INKS[0]]
+    return [colormaps["Blues"](shade) for shade in np.linspace(0.4, 1.0, count)] if count > 1 else [INKS[0]]
 
 
 def _evenly(layers: Sequence[LayerTimescales], most: int) -> list[LayerTimescales]:
@@ -492,7 +363,7 @@ def _timescale_lines(panel: Axes, layer: LayerTimescales, positions: dict[int, s
     start: dict[str, Any] = {"linestyle": (0, (3, 1.5)), "linewidth": 1.2, "markerfacecolor": "white"}
     start["marker"] = "o" if few else "none"
     trained: dict[str, Any] = {"marker": "o"}
-    for ink, (position, name) in zip(_INKS, positions.items(), strict=False):
+    for ink, (position, name) in zip(INKS, positions.items(), strict=False):
         for when, taus, look in (("start", layer.at_start, start), ("trained", layer.after, trained)):
             panel.plot(
                 range(1, heads + 1),
@@ -508,7 +379,7 @@ def _timescale_lines(panel: Axes, layer: LayerTimescales, positions: dict[int, s
 def _guides(panel: Axes, spectrum: Spectrum, named: bool) -> None:
     """Light lines at timescales of 1, T and 4T, named at the panel's right edge."""
     for position, name in _named_positions(spectrum).items():
-        panel.axhline(position, color=_GRID, linewidth=1, zorder=0)
+        panel.axhline(position, color=GRID, linewidth=1, zorder=0)
         if not named:
             continue
         panel.annotate(
@@ -518,33 +389,6 @@ def _guides(panel: Axes, spectrum: Spectrum, named: bool) -> None:
             xytext=(3, 0),
             textcoords="offset points",
             va="center",
-            color=_MUTED,
+            color=MUTED,
             size=8,
         )
-
-
-def _thin(figure: Figure) -> None:
-    """Leave out tick labels that would touch; one in bold stays."""
-    figure.draw_without_rendering()
-    for panel in figure.axes:
-        for axis in (panel.xaxis, panel.yaxis):
-            labels = [label for label in axis.get_ticklabels() if label.get_text()]
-            kept: list[Text] = []
-            for label in sorted(labels, key=lambda label: label.get_fontweight() != "bold"):
-                box = label.get_window_extent().padded(2)
-                if any(box.overlaps(other.get_window_extent()) for other in kept):
-                    label.set_visible(False)
-                else:
-                    kept.append(label)
-
-
-def _save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write `name`.png and .svg, each whole or not at all. Raises RunError."""
-    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
-    unsigned = {".png": {"Software": None}, ".svg": {"Date": None, "Creator": None}}
-    for path in paths:
-        data = io.BytesIO()
-        with _style():
-            figure.savefig(data, format=path.suffix[1:], metadata=unsigned[path.suffix])
-        atomic_write_bytes(path, data.getvalue())
-    return paths

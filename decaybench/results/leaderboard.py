@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from decaybench.core.errors import RunError, UserError
 from decaybench.core.files import atomic_write_json, read_json, writing
-from decaybench.core.hashing import digest
+from decaybench.core.hashing import digest, without_absent
 from decaybench.results.record import CellResult, Coordinates, Record, check_counts, parse_record, without_depth
 
 if TYPE_CHECKING:
@@ -31,23 +31,53 @@ _PATIENCE = 60.0  # seconds that a writer waits for another
 
 
 @dataclass(frozen=True)
+class Point:
+    """What an experiment reached at one length.
+
+    by_seed: accuracies, 0..1, the mean over depths. samples: of a cell, fewest and most. depths: whether there are
+    several.
+    """
+
+    eval_length: int
+    ratio: float | None
+    by_seed: dict[int, float]
+    samples: tuple[int, int]
+    depths: bool
+
+    @property
+    def median(self) -> float:
+        """The median over seeds."""
+        return statistics.median(self.by_seed.values())
+
+
+@dataclass(frozen=True)
 class Row:
     """One line of the summary: the same experiment, its records differing only in seed, lengths and samples.
 
-    values: by column, the median over seeds of the mean over depths, 0..1. seeds: by column, how many.
-    longest_trained: the shortest, over seeds, of the longest sequences trained on, tokens.
+    points: by column. longest_trained: the shortest, over seeds, of the longest sequences trained on, tokens.
     settings: every setting by its dotted key; what tells two rows apart that are else the same is found in it.
     """
 
     task: str
     version: int
+    architecture: str
     model: str
     train_length: int | None
     longest_trained: int | None
     variant: str
-    seeds: dict[str, int]
-    values: dict[str, float]
+    points: dict[str, Point]
+    parameters: int
     settings: dict[str, Any]
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The median over seeds, by column."""
+        return {column: point.median for column, point in self.points.items()}
+
+    @property
+    def seeds(self) -> dict[str, int]:
+        """How many seeds, by column."""
+        return {column: len(point.by_seed) for column, point in self.points.items()}
 
 
 def read_leaderboard(path: Path) -> list[Record]:
@@ -115,10 +145,50 @@ def rows(records: Iterable[Record]) -> list[Row]:
     """
     found: dict[tuple[Any, ...], list[Record]] = {}
     for record in sorted(records, key=_order):
-        chosen = digest(_settings(record))
+        chosen = digest(settings_of(record))
         for variant in dict.fromkeys(cell.variant for cell in record.cells):
             found.setdefault((chosen, variant), []).append(record)
     return [_row(equal, variant) for (_, variant), equal in found.items()]
+
+
+def differences(lines: Sequence[Row]) -> dict[str, list[Any]]:
+    """The settings in which rows differ, each with its values in order of appearance; one that a row lacks is None."""
+    keys = {key: None for row in lines for key in row.settings}
+    values = {key: distinct(row.settings.get(key) for row in lines) for key in keys}
+    return {key: several for key, several in values.items() if len(several) > 1}
+
+
+def settings_of(record: Record) -> dict[str, Any]:
+    """What must be equal for two records to be seeds of one experiment: all that was chosen, by dotted key."""
+    chosen = {
+        "harness_version": record.harness_version,
+        "task.version": record.task.version,
+        "dtype": record.environment.dtype,
+        "train_length": record.train_length,
+        "model": {"cell": record.model.cell, **record.model.config},
+        "task": {"name": record.task.name, **record.task.config},
+        "evaluation": _without(record.task.evaluation, "lengths", "samples", "variants"),
+    }
+    if record.training:
+        chosen["training"] = _without(record.training.config, "seed")
+    if record.checkpoint:
+        chosen["checkpoint"] = record.checkpoint.sha256
+    return _flat(chosen)
+
+
+def distinct(values: Iterable[Any]) -> list[Any]:
+    """Each value once, in order of appearance; they needn't be hashable."""
+    found: list[Any] = []
+    for value in values:
+        if value not in found:
+            found.append(value)
+    return found
+
+
+def short(value: Any) -> str:
+    """A setting's value in few characters."""
+    text = str(value)
+    return text if len(text) <= 16 else text[:12] + "…"
 
 
 def table(records: Sequence[Record]) -> Table:
@@ -169,31 +239,14 @@ def _order(record: Record) -> tuple[Any, ...]:
     return record.task.name, record.task.version, model.architecture, model.cell, length, record.seed, record.record_id
 
 
-def _settings(record: Record) -> dict[str, Any]:
-    """What must be equal for two records to be seeds of one experiment: all that was chosen, by dotted key."""
-    chosen = {
-        "harness_version": record.harness_version,
-        "task.version": record.task.version,
-        "dtype": record.environment.dtype,
-        "train_length": record.train_length,
-        "model": {"cell": record.model.cell, **record.model.config},
-        "task": {"name": record.task.name, **record.task.config},
-        "evaluation": _without(record.task.evaluation, "lengths", "samples", "variants"),
-    }
-    if record.training:
-        chosen["training"] = _without(record.training.config, "seed")
-    if record.checkpoint:
-        chosen["checkpoint"] = record.checkpoint.sha256
-    return _flat(chosen)
-
-
 def _without(content: dict[str, Any], *names: str) -> dict[str, Any]:
     return {key: value for key, value in content.items() if key not in names}
 
 
 def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """By dotted key. None is absent, so that an option which is new since a record was made changes nothing."""
     flat: dict[str, Any] = {}
-    for key, value in content.items():
+    for key, value in without_absent(content).items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
     return flat
 
@@ -210,18 +263,25 @@ def _row(equal: Sequence[Record], variant: str) -> Row:
     return Row(
         task=first.task.name,
         version=first.task.version,
+        architecture=first.model.architecture,
         model=first.model.cell,
         train_length=first.train_length,
         longest_trained=min((found for record in equal if (found := record.longest_trained)), default=None),
         variant=variant,
-        seeds={column: len(seeds) for column, seeds in measured.items()},
-        values={
-            column: statistics.median(
-                statistics.fmean(cell.value for cell in cells.values()) for cells in seeds.values()
-            )
-            for column, seeds in measured.items()
-        },
-        settings=_settings(first),
+        points={column: _point(by_seed) for column, by_seed in measured.items()},
+        parameters=first.model.parameters.trainable,
+        settings=settings_of(first),
+    )
+
+
+def _point(by_seed: dict[int, dict[str, CellResult]]) -> Point:
+    cells = [cell for named in by_seed.values() for cell in named.values()]
+    return Point(
+        eval_length=cells[0].eval_length,
+        ratio=cells[0].ratio,
+        by_seed={seed: statistics.fmean(cell.value for cell in named.values()) for seed, named in by_seed.items()},
+        samples=(min(cell.n for cell in cells), max(cell.n for cell in cells)),
+        depths=len({cell.coordinates.get("depth") for cell in cells}) > 1,
     )
 
 
@@ -260,12 +320,5 @@ def _differences(lines: Sequence[Row]) -> list[str]:
     notes = []
     for row in lines:
         others = alike[row.task, row.version, row.model, row.train_length, row.variant]
-        keys = {key: None for other in others for key in other.settings}
-        told = [key for key in keys if any(other.settings.get(key) != row.settings.get(key) for other in others)]
-        notes.append(", ".join(f"{key}={_short(row.settings.get(key))}" for key in told))
+        notes.append(", ".join(f"{key}={short(row.settings.get(key))}" for key in differences(others)))
     return notes
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 16 else text[:12] + "…"

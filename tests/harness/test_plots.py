@@ -392,6 +392,32 @@ def test_tick_labels_do_not_touch(name: str) -> None:
     assert left_out > 0
 
 
+@pytest.mark.parametrize("variants", [("capacity",), ("capacity", "persist"), tuple("abcdefg")])
+@pytest.mark.parametrize("count", [2, 11, 17])
+def test_the_legend_of_many_lengths_is_whole(variants: tuple[str, ...], count: int) -> None:
+    made = record([with_bins(64 << k, {4: (5, 5)}, variant) for variant in variants for k in range(count)])
+    figure = evaluation_figures(made)["accuracy-distance"]
+    lay_out(figure)
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == count + 1, "and the mark of few samples"
+    box = legend.get_window_extent()
+    assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and box.y0 >= figure.bbox.y0
+    assert min(panel.get_window_extent().height for panel in panels(figure)) > 100, "it takes no panel's place"
+
+
+@pytest.mark.parametrize("lengths", [2, 4, 10])
+@pytest.mark.parametrize("variants", [("a",), ("a", "b"), tuple("abcd")])
+def test_names_of_axes_do_not_touch_with_one_depth(lengths: int, variants: tuple[str, ...]) -> None:
+    cells = [one(name, 64 << k, 5, depth=0.5) for name in variants for k in range(lengths)]
+    figure = evaluation_figures(record(cells))["accuracy-length-depth"]
+    lay_out(figure)
+    labels = [panel.yaxis.label for panel in panels(figure)] + [figure._supylabel]  # type: ignore[attr-defined]
+    boxes = [label.get_window_extent() for label in labels if label is not None and label.get_text()]
+    assert boxes, "the axis has a name"
+    assert not any(box.overlaps(other) for i, box in enumerate(boxes) for other in boxes[:i])
+    assert all(box.y0 >= 0 and box.y1 <= figure.bbox.y1 for box in boxes)
+
+
 def test_the_example_record_is_drawn(tmp_path: Path) -> None:
     assert {path.stem for path in draw_evaluation(seal(content()), tmp_path)} == set(NAMES)
 

@@ -1,0 +1,205 @@
+"""The figure of a leaderboard: accuracy by length, a panel an architecture, the model alone against its add-ons.
+
+An ink and a mark an architecture, the same in every figure; dashed and hollow is the architecture alone, solid and
+filled its first add-on. Every seed is a mark and a line joins their medians. Where there are several architectures, one
+more panel shows their medians together.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from decaybench.core.errors import UserError
+from decaybench.harness.drawing import (
+    INK,
+    INKS,
+    MARKERS,
+    MUTED,
+    accuracy_axis,
+    legend_below,
+    log2_axis,
+    make_panels,
+    name_axes,
+    ratio_label,
+    save,
+    style,
+    thin,
+    tokens_label,
+)
+from decaybench.models.registry import architectures
+from decaybench.results.comparison import comparable
+from decaybench.results.leaderboard import Row, differences, read_leaderboard
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+_MOST_COLUMNS = 4
+_WIDTH, _HEIGHT = 2.5, 1.95  # of a panel, inches
+_PAGE = 8.4  # inches: 900 pixels of a README, its letters as large as the page's
+_INKS = (*INKS, INK, "#e69f00", "#56b4e9")
+_MARKERS = (*MARKERS, "v", "P", "X")
+_APART = 0.07  # octaves between the marks of two models
+_LOOKS: tuple[dict[str, Any], ...] = (
+    {"linestyle": (0, (3, 1.5)), "linewidth": 1.2, "markerfacecolor": "white"},
+    {"linestyle": "-", "linewidth": 1.8},
+    {"linestyle": "-.", "linewidth": 1.4, "fillstyle": "bottom"},
+    {"linestyle": ":", "linewidth": 1.8, "fillstyle": "left"},
+)
+_TOGETHER = "all, medians"
+
+
+def draw_leaderboard(
+    file: Path, out: Path, *, task: str, variants: Sequence[str] | None = None, where: Iterable[str] = ()
+) -> list[Path]:
+    """Draw a leaderboard's records of one task into `out`'s .png and .svg, and return both paths.
+
+    variants, where: see `comparison.comparable`. Raises UserError where the records aren't alike or `out` names another
+    kind of file; RunError where it can't be written.
+    """
+    if out.suffix not in (".png", ".svg"):
+        raise UserError(f"--out {out}: must end in .png or .svg; both are written")
+    return save(leaderboard_figure(comparable(read_leaderboard(file), task, variants, where)), out.parent, out.stem)
+
+
+def leaderboard_figure(lines: Sequence[Row]) -> Figure:
+    """Accuracy by length of rows that may stand in one figure: for each variant a panel an architecture."""
+    variants = list(dict.fromkeys(row.variant for row in lines))
+    found = _in_order(dict.fromkeys(row.architecture for row in lines))
+    titles = [*found, *([_TOGETHER] if len(found) > 1 else [])]
+    rows = ceil(len(titles) / _MOST_COLUMNS)
+    columns = ceil(len(titles) / rows)
+    looks = _looks(lines)
+    asked = f"{lines[0].task} {variants[0]}" if len(variants) == 1 else lines[0].task
+    height = _HEIGHT if columns > 1 else 1.4 * _HEIGHT
+    size = (min(max(5.6, _WIDTH * columns), _PAGE), height * rows * len(variants) + 1.4)
+    with style():
+        figure, panels = make_panels(f"{asked}: accuracy by length", rows * columns * len(variants), columns, size)
+        for number, variant in enumerate(variants):
+            block = _block(panels[number * rows * columns :][: rows * columns], len(titles), columns)
+            name_axes(block, columns, "length (tokens)" if variant == variants[-1] else "", "accuracy")
+            for panel, title in zip(block, titles, strict=True):
+                panel.set_title(title if len(variants) == 1 else f"{variant}: {title}")
+                here = [row for row in lines if row.variant == variant and title in (row.architecture, _TOGETHER)]
+                _draw_panel(panel, here, looks, seeds=title != _TOGETHER)
+        _length_axis(figure.axes, lines)
+        legend_below(figure, list(_legend(looks)), 4, title=_caption(lines, int(13.5 * size[0])))
+        thin(figure)
+    return figure
+
+
+def _block(panels: list[Axes], count: int, columns: int) -> list[Axes]:
+    """The first `count` panels; those after them are taken away."""
+    for place in range(count, len(panels)):
+        panels[place].remove()
+        panels[place - columns].tick_params(labelbottom=True)  # it is the last of its column now
+    return panels[:count]
+
+
+def _looks(lines: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """The line and mark of each set of add-ons, the architecture alone first."""
+    addons = sorted({_addons(row) for row in lines}, key=lambda name: (name != "", name != "post", name))
+    first = 0 if "" in addons else 1
+    return {name: _LOOKS[min(kind, len(_LOOKS) - 1)] for kind, name in enumerate(addons, first)}
+
+
+def _draw_panel(panel: Axes, here: Sequence[Row], looks: dict[str, dict[str, Any]], seeds: bool) -> None:
+    """Rows as lines; seeds: with a mark each, models side by side."""
+    accuracy_axis(panel)
+    order = _in_order({*architectures(), *(row.architecture for row in here)})
+    for row in here:
+        place = order.index(row.architecture)
+        marker = _MARKERS[(place + place // len(_INKS)) % len(_MARKERS)]
+        look: dict[str, Any] = {"color": _INKS[place % len(_INKS)], "marker": marker, **looks[_addons(row)]}
+        octaves = _APART * (list(looks).index(_addons(row)) - (len(looks) - 1) / 2) if seeds else 0
+        points = sorted(row.points.values(), key=lambda point: point.eval_length)
+        x = [point.eval_length * 2**octaves for point in points]
+        medians = {**look, "marker": "none"} if seeds else {**look, "markersize": 3.5}
+        panel.plot(x, [point.median for point in points], label=row.model, **medians)
+        if seeds:
+            each = [(at, value) for at, point in zip(x, points, strict=True) for value in point.by_seed.values()]
+            look |= {"linestyle": "none", "markersize": 4, "markeredgewidth": 0.9, "gid": "seeds", "zorder": 3}
+            panel.plot([at for at, _ in each], [value for _, value in each], **look)
+
+
+def _length_axis(panels: Sequence[Axes], lines: Sequence[Row]) -> None:
+    """Ticks at every length, in bold at the training length; the panels share their axes."""
+    ratios = {point.eval_length: point.ratio for row in lines for point in row.points.values()}
+    trained = lines[0].train_length
+    if trained is not None:
+        ratios.setdefault(trained, 1.0)
+    labels = [
+        tokens_label(length) + ("" if ratio is None else f"\n{ratio_label(ratio)}") for length, ratio in ratios.items()
+    ]
+    log2_axis(panels[0], list(ratios), labels, min(ratios), max(ratios))
+    for panel in panels:
+        for length, label in zip(ratios, panel.get_xticklabels(), strict=False):  # none where another is below
+            if length == trained:
+                label.set_fontweight("bold")
+
+
+def _legend(looks: dict[str, dict[str, Any]]) -> Iterator[Line2D]:
+    from matplotlib.lines import Line2D
+
+    for name, look in looks.items():
+        label = f"+{name}" if name else "architecture alone"
+        yield Line2D([], [], label=label, **{"color": MUTED, "marker": "o", "markersize": 4, **look})
+
+
+def _caption(lines: Sequence[Row], width: int) -> str:
+    """What the figure's reader must know. width: characters a line."""
+    points = [point for row in lines for point in row.points.values()]
+    seeds = [len(point.by_seed) for point in points]
+    shown = f"lines: medians of {_span(seeds, 'seed')}; marks: every seed" if max(seeds) > 1 else "one seed"
+    samples = _span([n for point in points for n in point.samples], "sample")
+    depths = ", mean over depths" if any(point.depths for point in points) else ""
+    bold = "bold: training length; " if lines[0].train_length is not None else ""
+    sizes = {name: lines[0].settings.get(f"model.{name}") for name in ("d_model", "n_layers")}
+    told = [f"{name} {size}" for name, size in sizes.items() if size is not None]
+    told.append(_span([row.parameters for row in lines], "parameter"))
+    said = [f"{shown}; {samples} a cell{depths}", bold + ", ".join(told), *_training(lines)]
+    return "\n".join(textwrap.fill(line, width) for line in said)
+
+
+def _training(lines: Sequence[Row]) -> Iterator[str]:
+    """What was not the same in training."""
+    told = []
+    for key, values in differences(lines).items():
+        if key.startswith("training."):
+            numbers = [value for value in values if isinstance(value, int | float)]
+            both = len(numbers) == len(values) > 2
+            shown = (
+                f"{min(numbers):g} to {max(numbers):g}"
+                if both
+                else " or ".join("none" if value is None else str(value) for value in values)
+            )
+            told.append(f"{key.removeprefix('training.')} {shown}")
+    if told:
+        yield f"by model: {', '.join(told)}"
+    short = {
+        row.model: row.longest_trained
+        for row in lines
+        if row.longest_trained and row.train_length and row.longest_trained < row.train_length
+    }
+    if short:
+        yield "trained on shorter sequences only: " + ", ".join(f"{model} ({most})" for model, most in short.items())
+
+
+def _span(numbers: Sequence[int], unit: str) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low:,} {unit}{'s' * (low != 1)}" if low == high else f"{low:,} to {high:,} {unit}s"
+
+
+def _addons(row: Row) -> str:
+    return row.model.partition("+")[2]
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """The architectures in the registry's order, others after them."""
+    order = list(architectures())
+    return sorted(names, key=lambda name: (order.index(name) if name in order else len(order), name))

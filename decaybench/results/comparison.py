@@ -1,0 +1,97 @@
+"""Which rows of a leaderboard may stand in one figure: like with like, one experiment a model.
+
+Equal must be what was asked (the task's rules, its evaluation, the training length that lengths are multiples of, the
+samples themselves) and the models' width and depth. Training may differ from model to model: each architecture has its
+own learning rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from decaybench.core.errors import UserError
+from decaybench.core.names import unknown
+from decaybench.results.leaderboard import Row, differences, distinct, rows, settings_of, short
+from decaybench.results.record import Record
+
+_SHARED = ("harness_version", "dtype", "train_length", "task.", "evaluation.", "model.d_model", "model.n_layers")
+
+
+def comparable(
+    records: Sequence[Record], task: str, variants: Sequence[str] | None = None, where: Iterable[str] = ()
+) -> list[Row]:
+    """The summary's rows of one task that may stand in one figure: like with like, and a row a model and variant.
+
+    variants: those wanted, in this order; None: all. where: `[MODEL:]KEY=VALUE`, keeps the records (of that model) with
+    this setting. Raises UserError with one line on names that aren't there; where what was asked, its samples or the
+    models' width and depth differ; and where a model was trained in several ways.
+    """
+    of_task = [record for record in records if record.task.name == task]
+    if not of_task:
+        raise unknown("task of the leaderboard", task, {record.task.name for record in records})
+    chosen = _chosen(of_task, where)
+    found = rows(chosen)
+    known = list(dict.fromkeys(row.variant for row in found))
+    for variant in variants or ():
+        if variant not in known:
+            raise unknown(f"variant of {task}", variant, known)
+    found = [row for variant in variants or known for row in found if row.variant == variant]
+    _check_alike(found)
+    _check_data(chosen)
+    return found
+
+
+def _chosen(records: Sequence[Record], where: Iterable[str]) -> list[Record]:
+    kept = list(records)
+    for condition in where:
+        name, equals, value = condition.partition("=")
+        model, colon, key = name.rpartition(":")
+        if not equals or not key or (colon and not model):
+            raise UserError(f"--where takes [MODEL:]KEY=VALUE, for example training.steps=1500, not {condition!r}")
+        meant = [record for record in kept if model in ("", record.model.cell)]
+        if not meant:
+            raise unknown("model of the leaderboard", model, {record.model.cell for record in records})
+        values = {record.record_id: settings_of(record) for record in meant}
+        if not any(key in settings for settings in values.values()):
+            raise unknown("setting", key, {key for settings in values.values() for key in settings})
+        left = [record for record in kept if record not in meant or str(values[record.record_id].get(key)) == value]
+        if all(record not in left for record in meant):
+            there = ", ".join(map(str, distinct(settings.get(key) for settings in values.values())))
+            raise UserError(f"--where {condition}: no record has this; {key} is {there}")
+        kept = left
+    return kept
+
+
+def _check_alike(lines: Sequence[Row]) -> None:
+    for key, values in differences(lines).items():
+        if key.startswith(_SHARED):
+            raise UserError(
+                f"these records can't stand in one figure: {key} is {_listed(values)}; choose with --where {key}=VALUE"
+            )
+    by_name: dict[tuple[str, str], list[Row]] = {}
+    for row in lines:
+        by_name.setdefault((row.model, row.variant), []).append(row)
+    for (model, _), several in by_name.items():
+        for key, values in differences(several).items():
+            raise UserError(
+                f"{model} stands there more than once: {key} is {_listed(values)}; "
+                f"choose with --where {model}:{key}=VALUE"
+            )
+    for row in lines:
+        if len({point.eval_length for point in row.points.values()}) < len(row.points):
+            raise UserError(f"{row.task} {row.variant} is no curve over length: it has {_listed(list(row.points))}")
+
+
+def _check_data(records: Sequence[Record]) -> None:
+    """The same cells must be the same samples."""
+    seen: dict[tuple[tuple[str, int], ...], Record] = {}
+    for record in records:
+        first = seen.setdefault(tuple((cell.name, cell.n) for cell in record.cells), record)
+        if first.task.data_hash != record.task.data_hash:
+            names = f"{first.model.cell} ({first.record_id[:12]}) and {record.model.cell} ({record.record_id[:12]})"
+            raise UserError(f"these records can't stand in one figure: {names} were asked different samples")
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return " or ".join(short(value) for value in values)

@@ -1,0 +1,94 @@
+"""The pages say what the code says: docs/architectures.md against the registry, the presets and the tests it names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from decaybench.core.config import parse
+from decaybench.harness.model_info import state_elements
+from decaybench.models.config import ModelConfig, preset
+from decaybench.models.language_model import build_model
+from decaybench.models.registry import architectures
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
+BUILT_IN = {name: found for name, found in architectures().items() if found.mixer.startswith("decaybench.")}
+
+
+def sections() -> dict[str, str]:
+    parts = re.split(r"^## (.+)$", PAGE, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_every_architecture_has_its_section_and_no_other_has() -> None:
+    assert [name for name in sections() if name in BUILT_IN or "PoST" not in name] == list(BUILT_IN)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_section_has_source_and_equation_of_the_registry(name: str) -> None:
+    section, known = sections()[name], BUILT_IN[name]
+    sources = re.findall(r"\d{4}\.\d{5}", known.source)
+    assert sources and all(f"arXiv {number}" in section for number in sources)
+    code = [plain(line) for line in section.splitlines() if line.startswith("    ")]
+    assert len(code) == 1
+    assert not known.equation or plain(known.equation) == code[0]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_section_says_all_that_is_asked_of_it(name: str) -> None:
+    section, known = sections()[name], BUILT_IN[name]
+    for word in ("**Initial values**", "**PoST", "**State**", "**Verified**"):
+        assert word in section
+    if known.addons:
+        assert "paper" in section and "minimal" in section and "**Timescale at rest**" in section
+        assert re.search(rf"^\| {name} \|", PAGE, re.MULTILINE), "and a line in the table of spectra"
+    for package in ("transformers", "mamba-ssm", "flash-linear-attention", "rwkv.cpp"):
+        assert (package in known.verified) <= (package in section)
+    named = re.findall(r"`(tests/[\w/]+\.py)`", section)
+    assert named and all((ROOT / path).is_file() for path in named)
+    own = ROOT.glob(f"tests/models/test_{name}*.py")
+    assert {str(path.relative_to(ROOT)) for path in own} <= set(named), "every test of it is named"
+
+
+@pytest.mark.parametrize("name", [name for name, found in BUILT_IN.items() if found.addons])
+def test_state_sizes_are_those_of_a_real_cache(name: str) -> None:
+    (said,) = re.findall(r"([\d,]+) numbers a layer in preset smoke", plain(sections()[name]))
+    model = build_model(parse(ModelConfig, preset("smoke", name)))
+    assert set(state_elements(model, 128)) == {int(said.replace(",", ""))}
+
+
+@pytest.mark.parametrize("name", [name for name, found in BUILT_IN.items() if found.addons])
+@pytest.mark.parametrize("variant", ["paper", "minimal"])
+def test_the_table_of_spectra_is_where_they_start(name: str, variant: str) -> None:
+    (row,) = re.findall(rf"^\| {name} \|(.*)\|$", PAGE, re.MULTILINE)
+    _, paper, minimal = (entry.strip() for entry in row.split("|"))
+    said = paper if variant == "paper" or minimal == "the same" else minimal
+    T = 512
+    sizes = {"mamba2": {"d_state": 8, "headdim": 8}, "rwkv7": {"head_dim": 8}}.get(name, {"n_heads": 4})
+    post = {"variant": variant, "horizon": T}
+    model = build_model(parse(ModelConfig, {"name": name, "d_model": 32, "n_layers": 1, "mixer": sizes, "post": post}))
+    log_rates = _spectrum(model).ordered_rates()
+    dt = float(found[1]) if (found := re.search(r"dt = ([\d.]+)", said)) else 1.0
+    slow, fast = log_rates[0].exp().item(), log_rates[-1].exp().item()
+    if name == "rwkv7":
+        slow, fast = (0.60653 * x / (1 + x) for x in (slow, fast))
+    if "gate logit of 0" in said:
+        slow, fast = (x * 0.693147 / 16 for x in (slow, fast))
+    low, high = re.match(r"(\S+) to ([\d.T]+)", said).groups()  # type: ignore[union-attr]
+    values = {"T": T, "100/T": 100 / T}
+    for timescale, number in ((1 / (fast * dt), low), (1 / (slow * dt), high)):
+        assert timescale == pytest.approx(values.get(number) or float(number.rstrip(",")), rel=2e-3)
+
+
+def _spectrum(model):
+    from decaybench.models.addons.post import Spectrum
+
+    (found,) = [module for module in model.modules() if isinstance(module, Spectrum)]
+    return found
