@@ -5,6 +5,7 @@ Heavy modules are imported inside the commands, so that `bench --help` answers a
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
 import sys
@@ -27,7 +28,9 @@ app = typer.Typer(
     help="How well does a linear recurrence remember, at which distance, and do add-ons help?",
     epilog="Start with: bench niah --model mamba2 --post",
 )
-board = typer.Typer(no_args_is_help=True, help="Keep records in a file that others can check: add, validate, show.")
+board = typer.Typer(
+    no_args_is_help=True, help="Keep records in a file that others can check: add, validate, show, draw."
+)
 app.add_typer(board, name="leaderboard")
 
 
@@ -204,33 +207,98 @@ def selftest(
     model: Annotated[str, typer.Option(help="Architecture, or all.")] = "mamba2",
     post: Annotated[bool, typer.Option("--post", help="With PoST.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Every check of every cell, not only those that are broken.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Do padding, packing, caches and odd lengths change a model's output on this machine? They must not."""
     from decaybench.core.files import readable_json
     from decaybench.harness.environment import resolve_device
-    from decaybench.harness.selftest import check_models, plain, tables
+    from decaybench.harness.selftest import check_models, plain
 
-    results = check_models(model, post=post, device=resolve_device(device))
+    show = None if json else _print
+    results = check_models(model, post=post, device=resolve_device(device), verbose=verbose, show=show)
     if json:
         _write(readable_json(plain(results)))
-    else:
-        for table in tables(results):
-            _print(table)
     failed = [check for checks in results.values() for check in checks if not check.passed]
     if failed:
         raise RunError(f"{len(failed)} checks failed, the first: {failed[0].name} ({failed[0].difference:.3g})")
 
 
+@app.command()
+def speed(
+    model: Annotated[
+        str, typer.Option(help="Architecture, several (mamba2,gla), or all with every add-on.")
+    ] = "mamba2",
+    post: Annotated[bool, typer.Option("--post", help="With PoST beside it, both variants.")] = False,
+    shape: Annotated[str, typer.Option(help="Sizes: smoke or wide.")] = "smoke",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="A size, e.g. batch=8 or mixer.chunk_size=64; may be repeated."
+        ),
+    ] = None,
+    peers: Annotated[
+        bool, typer.Option("--peers/--no-peers", help="Beside other packages' implementations, where installed.")
+    ] = True,
+    long: Annotated[
+        bool, typer.Option("--long", help="Also inputs of up to 1,000,000 tokens: memory, and time a token after.")
+    ] = False,
+    repeats: Annotated[int, typer.Option(help="Measurements of each, at least 6.", **_WHOLE)] = 12,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of the CPU.", show_default="PyTorch's choice", **_WHOLE)
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the report as JSON.")] = None,
+    json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
+) -> None:
+    """Training, prefill and decode speed, peak memory, what add-ons cost, and other packages' beside it."""
+    from decaybench.core.files import atomic_write_json, readable_json
+    from decaybench.harness.progress import Progress
+    from decaybench.harness.speed import measure_speed
+
+    report = measure_speed(
+        model,
+        post=post,
+        shape=shape,
+        settings=settings or (),
+        peers=peers,
+        long=long,
+        repeats=repeats,
+        device=device,
+        threads=threads,
+        progress=Progress(quiet=quiet),
+    )
+    if out is not None:
+        atomic_write_json(out, report.plain())
+    if json:
+        _write(readable_json(report.plain()))
+    else:
+        for table in report.tables():
+            _print(table)
+
+
 @app.command(name="list")
 def list_(
+    architecture: Annotated[str | None, typer.Argument(help="All that is known of one.", show_default=False)] = None,
     settings: Annotated[bool, typer.Option("--settings", help="Every key that --set and YAML files take.")] = False,
     json: Json = False,
 ) -> None:
-    """Models, add-ons, tasks, presets and backends that are here."""
+    """Models, add-ons, tasks, presets and backends that are here; or one architecture in full."""
     from decaybench.core.files import readable_json
-    from decaybench.harness.catalogue import all_settings, catalogue, tables
+    from decaybench.harness.catalogue import about, all_settings, catalogue, page, tables
 
+    if architecture is not None:
+        if settings:
+            raise UserError(f"--settings lists every key; `bench list {architecture}` has those of {architecture}")
+        known = about(architecture)
+        if json:
+            _write(readable_json(known))
+        else:
+            _print(page(known))
+        return
     entries = all_settings() if settings else catalogue()
     if json:
         _write(readable_json(entries))
@@ -276,11 +344,38 @@ def board_show(
         _print(table(records))
 
 
+@board.command("draw")
+def board_draw(
+    task: Annotated[str, typer.Option(help="The task whose records to draw: mqar.", show_default=False)],
+    variants: Annotated[
+        str | None,
+        typer.Option("--variants", "--variant", help="Its variants, in panels: capacity,persist.", show_default="all"),
+    ] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Only records with this setting, e.g. training.steps=1500, or mamba2:training.steps=1500 to choose "
+            "among those of mamba2; may be repeated.",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The figure; its .png and .svg are written.")] = Path("leaderboard.png"),
+    file: Board = _BOARD,
+) -> None:
+    """Draw accuracy by length: every architecture alone and with its add-ons, each seed and the medians."""
+    from decaybench.harness.curves import draw_leaderboard
+
+    asked = None if variants is None else [part.strip() for part in variants.split(",")]
+    for path in draw_leaderboard(file, out, task=task, variants=asked, where=where or ()):
+        _print(f"drawn: {path}")
+
+
 def main() -> None:
     """The entry point. Exit codes: 0 done, 1 failed, 2 wrong usage or input."""
     # PyTorch's threads spin while they wait for one another: beside any other program on the same cores a run took
     # 15 times longer. Sleeping costs a tenth on an idle machine. To be said before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _keep_freed_memory()
     if sys.stdout is None:  # closed by the caller (>&-), who wants the run and not its output
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 it lives as long as the process
     try:
@@ -301,6 +396,18 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # no second error at exit
         if not isinstance(error, BrokenPipeError):  # whoever read our output (head, say) has gone: nothing to tell
             _fail(f"can't write the output: {error}", 1)
+
+
+def _keep_freed_memory() -> None:
+    """Tell glibc not to hand large freed buffers back to the system, which every step would ask for again.
+
+    Page faults took 5 to 7 % of a training step's time; peak memory stayed what it was.
+    """
+    if sys.platform == "linux" and not {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys():
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:  # other C libraries have none
+            mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
+            mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
 
 
 def _run_task(task: str, given: dict[str, Any]) -> None:

@@ -17,12 +17,18 @@ import torch
 import decaybench
 from decaybench.core.errors import RunError
 from decaybench.harness import run as harness_run
+from decaybench.harness import selftest as harness_selftest
+from decaybench.harness.invariances import Check
+from decaybench.harness.presets import configure
+from decaybench.models.config import ModelConfig
 from decaybench.models.registry import architectures
+from decaybench.results.leaderboard import add_record
 from decaybench.tasks.registry import TASKS
 from tests.command import MQAR, NIAH, bench
+from tests.results.board import measured, seeds
 
 BENCH = Path(sys.executable).with_name("bench")
-COMMANDS = ("niah", "mqar", "spectrum", "selftest", "leaderboard", "list")
+COMMANDS = ("niah", "mqar", "spectrum", "selftest", "speed", "leaderboard", "list")
 
 
 def call(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -112,6 +118,45 @@ def test_list_as_tables() -> None:
     assert (code, err) == (0, "")
     for name in (*architectures(), *TASKS, "post-16k", "2405.21060"):
         assert name in out
+
+
+@pytest.mark.parametrize("name", architectures())
+def test_list_of_one_architecture(name: str) -> None:
+    known = architectures()[name]
+    found = json.loads(bench("list", name, "--json").out)
+    assert (found["name"], found["source"], found["equation"]) == (name, known.source, known.equation)
+    assert (found["PoST"], found["verified"]) == (known.post, known.verified)
+    (smoke, _) = [entry for entry in found["presets"] if entry["name"] == "smoke"]
+    assert smoke["model"]["d_model"] == 64 and smoke["learning rate"] > 0
+    assert {entry["key"] for entry in found["settings"]} == {
+        f"model.mixer.{field}" for field in known.config_class().model_fields
+    }
+    code, out, err = bench("list", name)
+    assert (code, err) == (0, "")
+    told = " ".join(out.split())
+    for words in (known.source, known.equation, known.post, known.verified, *(row["key"] for row in found["settings"])):
+        assert " ".join(words.split()) in told
+
+
+def test_the_smoke_learning_rate_that_is_listed_is_the_one_that_runs_take() -> None:
+    for name in architectures():
+        for entry in json.loads(bench("list", name, "--json").out)["presets"]:
+            (config,) = configure(entry["task"], preset=entry["name"], flags={"model.name": name})
+            assert entry["learning rate"] == config.training.learning_rate
+
+
+@pytest.mark.parametrize(
+    ("words", "fragments"),
+    [
+        (("gal",), ("'gal'", "'gla'")),
+        (("mamba2", "--settings"), ("--settings", "`bench list mamba2`")),
+    ],
+)
+def test_list_of_what_is_not_there(words: tuple[str, ...], fragments: tuple[str, ...]) -> None:
+    code, out, err = bench("list", *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("bench: ") and err.count("\n") == 1
+    assert all(fragment in err for fragment in fragments)
 
 
 def test_one_seed_is_one_document_and_several_are_a_list(here: Path) -> None:
@@ -225,6 +270,88 @@ def test_selftest_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks and all(check["passed"] for check in checks)
 
 
+def _checks(monkeypatch: pytest.MonkeyPatch, broken: str = "") -> None:
+    """The self-test's checks without their work; those of the cell `broken` in float32 don't hold."""
+
+    def checks(config: ModelConfig, dtype: torch.dtype, device: str) -> list[Check]:
+        wrong = config.cell == broken and dtype == torch.float32
+        return [Check(9, "packed rows", 0.5 if wrong else 0.0, 1e-5), Check(1, "left padding", 0.0, 1e-5)]
+
+    monkeypatch.setattr(harness_selftest, "selftest", checks)
+
+
+def test_selftest_of_all_is_a_line_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    _checks(monkeypatch)
+    code, out, err = bench("selftest", "--model", "all")
+    assert (code, err) == (0, "")
+    addons = [
+        ("", *(["+post", "+post-minimal"] if "post" in known.addons else [])) for known in architectures().values()
+    ]
+    cells = [name + addon for name, several in zip(architectures(), addons, strict=True) for addon in several]
+    assert out.splitlines() == [f"{cell}: all 4 checks hold (float64, float32)" for cell in cells]
+
+
+def test_selftest_lists_what_is_broken_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    _checks(monkeypatch, broken="gla+post")
+    code, out, err = bench("selftest", "--model", "all")
+    assert (code, err) == (1, "bench: 1 checks failed, the first: packed rows (0.5)\n")
+    lines = out.splitlines()
+    place = lines.index("gla+post: 1 of 4 checks broken")
+    assert lines[place + 1] == "  float32, pitfall 9, packed rows: 5.0e-01, bound 1e-05"
+    assert out.count("broken") == 1 and out.count("hold") == len(lines) - 2
+    code, out, err = bench("selftest", "--model", "all", "--json")
+    assert code == 1
+    assert [row["model"] for row in json.loads(out) if not row["passed"]] == ["gla+post float32"]
+
+
+def test_selftest_of_one_cell_or_verbose_shows_every_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    _checks(monkeypatch)
+    out = bench("selftest", "--model", "mamba2").out
+    assert out.count("packed rows") == 2 and "mamba2 float64: all 2 checks hold" in out
+    assert "packed rows" not in bench("selftest", "--model", "mamba2", "--post").out
+    out = bench("selftest", "--model", "mamba2", "--post", "--verbose").out
+    assert out.count("packed rows") == 4 and "mamba2+post-minimal float32: all 2 checks hold" in out
+
+
+def test_speed_from_the_command_line(here: Path) -> None:
+    sizes = ("batch=2", "length=16", "vocab_size=32", "d_model=16", "n_layers=1", "mixer.headdim=8", "mixer.d_state=8")
+    words = [word for size in sizes for word in ("--set", size)]
+    code, out, err = bench(
+        "speed", "--post", *words, "--no-peers", "--repeats", "6", "--threads", "1", "--out", "a.json"
+    )
+    assert code == 0
+    report = json.loads(Path("a.json").read_text())
+    assert [cell["cell"] for cell in report["cells"]] == ["mamba2", "mamba2+post", "mamba2+post-minimal"]
+    assert (report["repeats"], report["environment"]["threads"], report["peers"]) == (6, 1, [])
+    assert {name: report["shape"][name] for name in ("batch", "length", "d_model")} == {
+        "batch": 2,
+        "length": 16,
+        "d_model": 16,
+    }
+    for cell in report["cells"]:
+        assert cell["cell"] in out
+        assert [work["what"] for work in cell["work"]] == ["train", "prefill", "decode", "decode_batch"]
+        assert all(len(work["seconds"]) == 6 and min(work["seconds"]) > 0 for work in cell["work"])
+    assert "mamba2: train" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "fragments"),
+    [
+        (("--model", "mamba2,gal"), ("'gal'", "'gla'")),
+        (("--shape", "smok"), ("'smok'", "'smoke'")),
+        (("--set", "btch=3"), ("'btch'", "'batch'")),
+        (("--repeats", "2"), ("--repeats 2", "6")),
+        (("--threads", "0"), ("--threads 0",)),
+    ],
+)
+def test_speed_of_what_cannot_be_measured(words: tuple[str, ...], fragments: tuple[str, ...]) -> None:
+    code, out, err = bench("speed", *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("bench: ") and err.count("\n") == 1
+    assert all(fragment in err for fragment in fragments)
+
+
 def test_leaderboard_from_the_command_line(here: Path) -> None:
     assert bench(*NIAH, "--seeds", "0,1", "--quiet").code == 0
     runs = sorted(str(path) for path in Path("runs").iterdir())
@@ -239,6 +366,35 @@ def test_leaderboard_from_the_command_line(here: Path) -> None:
     assert [record["seed"] for record in json.loads(out)] == [0, 1]
     (record,) = Path(runs[0]).glob("evaluations/*/record.json")
     assert bench("leaderboard", "validate", str(record)).out.endswith("1 entries, all valid\n")
+
+
+def test_leaderboard_draw_from_the_command_line(here: Path) -> None:
+    board = Path("board.json")
+    for model in ("mamba2", "mamba2+post", "gla"):
+        for record in seeds(model, {64: (0.9, 0.7), 128: (0.5, 0.4)}, variants=("capacity", "persist")):
+            add_record(board, record)
+    words = ("leaderboard", "draw", "--task", "mqar", "--file", "board.json")
+    assert bench(*words, "--variant", "persist, capacity", "--out", "docs/curves.png") == (
+        0,
+        "drawn: docs/curves.png\ndrawn: docs/curves.svg\n",
+        "",
+    )
+    assert Path("docs/curves.png").read_bytes().startswith(b"\x89PNG")
+    assert bench(*words).code == 0 and Path("leaderboard.svg").exists()
+    assert bench(*words, "--where", "model.cell=mamba2", "--out", "one.svg").code == 0
+    add_record(board, measured("gla", 3, {64: 0.9}, task__config__vocab_size=512))
+    for more, fragments in {
+        (): ("task.vocab_size is 272 or 512", "--where task.vocab_size=VALUE"),
+        ("--variants", "capacit"): ("'capacit'", "'capacity'"),
+        ("--where", "steps=3"): ("'steps'", "'training.steps'"),
+        ("--out", "curves"): ("--out curves", ".png"),
+        ("--task", "niah"): ("'niah'", "mqar"),
+        ("--file", "nowhere.json"): ("nowhere.json", "No such file"),
+    }.items():
+        code, out, err = bench(*words, *more)
+        assert (code, out) == (2, "")
+        assert err.startswith("bench: ") and err.count("\n") == 1 and len(err) < 300
+        assert all(fragment in err for fragment in fragments), err
 
 
 def test_force_starts_anew(here: Path) -> None:
