@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decaybench.core.hashing import key64
+from decaybench.models.ops.rms_norm import rms_norm
 
 DrawsFor = Callable[[str], torch.Generator]
 
@@ -107,6 +108,14 @@ class Linear(Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def parts(self, x: Tensor, *sizes: int) -> list[Tensor]:
+        """y without b, in parts of so many channels.
+
+        Each is a product of its own: the parts are contiguous, and their gradients needn't be put together, which would
+        be one more pass over all of y.
+        """
+        return [F.linear(x, weight) for weight in self.weight.split(sizes)]  # type: ignore[no-untyped-call]
+
 
 class OrthogonalLinear(Linear):
     """A projection that starts orthogonal, times `gain`; with gain 0 its branch starts as the identity."""
@@ -149,11 +158,7 @@ class RMSNorm(Module):
         self.weight.fill_(1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide.reshape(*x.shape[:-1], self.groups, x.shape[-1] // self.groups)
-        # Written out: F.rms_norm takes twice as long on a CPU, forward and backward.
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return ((wide * scale).reshape(x.shape) * self.weight).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, self.groups)
 
 
 class LayerNorm(Module):

@@ -111,7 +111,7 @@ class GatedDeltaNet(Mixer):
     ) -> tuple[Tensor, GatedDeltaNetState | None]:
         c, layout = self.config, context.layout
         H, K, V = c.n_heads, c.head_dim, self.value_dim
-        qkv, a, b, z = torch.split(self.in_proj(x), [self.convolved, H, H, H * V if c.output_gate else 0], dim=-1)
+        qkv, a, b, z = self.in_proj.parts(x, self.convolved, H, H, H * V if c.output_gate else 0)
         inputs = None
         if self.conv is not None:
             qkv, inputs = self.conv(qkv, layout, state.conv if state else None)

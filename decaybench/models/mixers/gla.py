@@ -105,7 +105,7 @@ class LinearAttention(Mixer):
         self, x: Tensor, context: Context, state: LinearAttentionState | None
     ) -> tuple[Tensor, LinearAttentionState | None]:
         H, layout = self.config.n_heads, context.layout
-        qkv, g = torch.split(self.in_proj(x), [self.convolved, self.gated], dim=-1)
+        qkv, g = self.in_proj.parts(x, self.convolved, self.gated)
         inputs = None
         if self.conv is not None:
             qkv, inputs = self.conv(qkv, layout, state.conv if state else None)

@@ -101,7 +101,7 @@ class Mamba2(Mixer):
     def forward(self, x: Tensor, context: Context, state: Mamba2State | None) -> tuple[Tensor, Mamba2State | None]:
         B, T, _ = x.shape
         c, layout = self.config, context.layout
-        z, xBC, dt = torch.split(self.in_proj(x), [self.inner, self.convolved, self.heads], dim=-1)
+        z, xBC, dt = self.in_proj.parts(x, self.inner, self.convolved, self.heads)
         xBC, inputs = self.conv(xBC, layout, state.conv if state else None)
         xBC = F.silu(xBC)
         u, B_, C_ = torch.split(xBC, [self.inner, c.n_groups * c.d_state, c.n_groups * c.d_state], dim=-1)
