@@ -154,6 +154,20 @@ def speed_configs(model: str, shape: SpeedShape, *, post: bool = False) -> list[
     return families
 
 
+def without_post(config: ModelConfig) -> ModelConfig | None:
+    """What PoST's cost is a ratio to: the model without it, but with its gate. None: it has no PoST.
+
+    Variant paper gives GLA and RetNet another gate, which isn't part of PoST; RetNet's costs a quarter of a step.
+    """
+    if config.post is None:
+        return None
+    if not (config.post.replaces_gate and "softplus" in get_architecture(config.name).gates):
+        return config.model_copy(update={"post": None})
+    off = {"reparameterize": False, "position_scaling": False}
+    gate_alone = config.model_copy(update={"post": config.post.model_copy(update=off)})
+    return None if gate_alone == config else gate_alone
+
+
 def is_recurrent(model: LanguageModel) -> bool:
     """Whether what it remembers has one size, however much it has read."""
     return state_elements(model, 16) == state_elements(model, 32)
@@ -182,13 +196,15 @@ class _Bench:
             rivals: dict[str, Action] = {name: actions[what] for name, actions in theirs.items() if what in actions}
             seconds = self._in_turn({cell: actions[what] for cell, actions in ours.items()} | rivals)
             first = seconds[base.config.cell]
-            for cell, actions in ours.items():
-                overhead = None if cell == base.config.cell else Ratio.of(ratio(seconds[cell], first))
-                works[cell].append(self._work(what, seconds[cell], actions[what], overhead))
+            for model in models:
+                cell, without = model.config.cell, without_post(model.config)
+                overhead = None if without is None else Ratio.of(ratio(seconds[cell], seconds[without.cell]))
+                works[cell].append(self._work(what, seconds[cell], ours[cell][what], overhead))
             beside += [_peer(base.config.name, name, what, first, seconds[name], differences[name]) for name in rivals]
         found = [
             CellSpeed(
                 cell=model.config.cell,
+                base=None if (without := without_post(model.config)) is None else without.cell,
                 config=model.config.plain(),
                 parameters=parameter_counts(model),
                 state_elements=state_elements(model, self.shape.length),
@@ -307,7 +323,9 @@ def _family(architecture: Architecture, shape: SpeedShape, addons: bool) -> list
     data = merge(merge({"mixer": {}}, sizes), {**stream, "mixer": own})
     variants = ("paper", "minimal") if addons and "post" in architecture.addons else ()
     posts = [None, *({"variant": variant, "horizon": shape.length} for variant in variants)]
-    return [parse(ModelConfig, {**data, "post": post}, "model") for post in posts]
+    found = [parse(ModelConfig, {**data, "post": post}, "model") for post in posts]
+    bases = [without for config in found if (without := without_post(config)) is not None]
+    return found + [config for n, config in enumerate(bases) if config not in [*found, *bases[:n]]]
 
 
 def _train(model: nn.Module, tokens: Tensor, labels: Tensor) -> Action:

@@ -71,6 +71,9 @@ class CellSpeed(Part):
     """A model with or without add-ons."""
 
     cell: str = Field(description="architecture and add-ons as tables spell it: mamba2+post")
+    base: str | None = Field(
+        description="the cell that its overhead is a ratio to: without add-ons, with the same gate; null: it has none"
+    )
     config: JsonObject = Field(description="the resolved model configuration")
     parameters: ParameterCounts = Field(description="parameter counts")
     state_elements: tuple[Count, ...] = Field(description="numbers in each layer's state after shape.length tokens")
@@ -184,10 +187,11 @@ def _speeds(report: SpeedReport) -> Table:
 
 
 def _overheads(report: SpeedReport) -> Table:
-    table = _table("time of an add-on / time of its base", ["cell", "train", "prefill", "decode", "decode, batch"])
+    headings = ["cell", "beside", "train", "prefill", "decode", "decode, batch"]
+    table = _table("time of an add-on / time of its base", headings)
     for cell in report.cells:
         if any(work.overhead for work in cell.work):
-            table.add_row(cell.cell, *(str(work.overhead) for work in cell.work))
+            table.add_row(cell.cell, cell.base, *(str(work.overhead) for work in cell.work))
     return table
 
 

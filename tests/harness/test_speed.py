@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from decaybench.core.errors import RunError, UserError
 from decaybench.harness import peers, speed, stopwatch
-from decaybench.harness.speed import make_shape, measure_speed, speed_configs
+from decaybench.harness.speed import make_shape, measure_speed, speed_configs, without_post
 from decaybench.harness.speed_report import SpeedReport
 from decaybench.harness.stopwatch import in_turn, matrix_flops, middle, peak_growth, ratio
 from decaybench.models.registry import architectures
@@ -142,7 +142,9 @@ def test_a_family_is_its_base_then_its_add_ons():
 
 def test_all_is_every_architecture_with_every_add_on():
     families = {family[0].name: len(family) for family in speed_configs("all", make_shape("smoke"))}
-    assert families == {name: 3 if "post" in known.addons else 1 for name, known in architectures().items()}
+    cells = {(): 1, ("baseline",): 3, ("baseline", "softplus"): 4}  # the other gate without PoST, too
+    wanted = {name: cells[known.gates if known.addons else ()] for name, known in architectures().items()}
+    assert families == wanted
 
 
 @pytest.fixture(scope="module")
@@ -179,8 +181,24 @@ def test_flops_of_a_model_are_those_of_its_products(report):
     head = 2 * d * 32
     # The recurrence of one chunk of 16 tokens: scores, then values by weights; for a state, keys by values beside.
     inside = 2 * tokens * 16 * (state + inner)
-    assert base.of("train").flops == 3 * (projections + inside + labels * head)
+    norms = 2 * tokens * (inner + 2 * d)  # one product in each norm's gradient
+    assert base.of("train").flops == 3 * (projections + inside + labels * head) + norms
     assert base.of("prefill").flops == projections + inside + 2 * tokens * state * inner + 2 * head
+
+
+def test_post_is_measured_beside_the_same_gate_without_it():
+    def cell(config):
+        return None if config is None else config.cell
+
+    (family,) = speed_configs("retnet", make_shape("smoke"), post=True)
+    assert {config.cell: cell(without_post(config)) for config in family} == {
+        "retnet": None,
+        "retnet+post": "retnet+post-unordered-static",
+        "retnet+post-minimal": "retnet",
+        "retnet+post-unordered-static": None,
+    }
+    (family,) = speed_configs("rwkv7", make_shape("smoke"), post=True)
+    assert [cell(without_post(config)) for config in family] == [None, "rwkv7", "rwkv7"]
 
 
 def test_overheads_are_the_ratios_of_the_times_given(report):
