@@ -271,13 +271,13 @@ def speed(
         threads=threads,
         progress=Progress(quiet=quiet),
     )
-    if out is not None:
-        atomic_write_json(out, report.plain())
     if json:
         _write(readable_json(report.plain()))
     else:
         for table in report.tables():
             _print(table)
+    if out is not None:  # after the tables, which took an hour perhaps, should it fail
+        atomic_write_json(out, report.plain())
 
 
 @app.command(name="list")

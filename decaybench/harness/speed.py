@@ -143,10 +143,15 @@ def speed_configs(model: str, shape: SpeedShape, *, post: bool = False) -> list[
     """For each architecture wanted its base, then its add-ons if wanted (`all` wants them). Raises UserError."""
     everything = model == "all"
     names = list(architectures()) if everything else [name.strip() for name in model.split(",")]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"--model: {twice[0]} stands there twice")
     wanted = [get_architecture(name) for name in names]
     known = {key for architecture in wanted for key in architecture.config_class().model_fields}
-    of_shapes = {key for named in SHAPES.values() for key in named.mixer}
-    if strange := set(shape.mixer) - known - of_shapes:
+    of_shapes = [named.mixer.items() for named in SHAPES.values()]
+    if (
+        strange := {key for key, size in shape.mixer.items() if not any((key, size) in sizes for sizes in of_shapes)}
+        - known
+    ):
         raise unknown("size of a mixer", min(strange), known)
     families = [_family(architecture, shape, post or everything) for architecture in wanted]
     for config in chain.from_iterable(families):
@@ -157,7 +162,8 @@ def speed_configs(model: str, shape: SpeedShape, *, post: bool = False) -> list[
 def without_post(config: ModelConfig) -> ModelConfig | None:
     """What PoST's cost is a ratio to: the model without it, but with its gate. None: it has no PoST.
 
-    Variant paper gives GLA and RetNet another gate, which isn't part of PoST; RetNet's costs a quarter of a step.
+    Variant paper gives GLA and RetNet another gate, which isn't part of PoST (RetNet's costs a quarter of a step): with
+    this gate alone they are a cell of their own, whose cost is a ratio to the plain architecture.
     """
     if config.post is None:
         return None
@@ -165,7 +171,7 @@ def without_post(config: ModelConfig) -> ModelConfig | None:
         return config.model_copy(update={"post": None})
     off = {"reparameterize": False, "position_scaling": False}
     gate_alone = config.model_copy(update={"post": config.post.model_copy(update=off)})
-    return None if gate_alone == config else gate_alone
+    return config.model_copy(update={"post": None}) if gate_alone == config else gate_alone
 
 
 def is_recurrent(model: LanguageModel) -> bool:

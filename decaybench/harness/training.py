@@ -205,10 +205,8 @@ def _one_step(work: _Work, config: TrainingConfig, batch: Batch, device: str) ->
     rate = learning_rate(config, work.step, work.plan)
     for group in work.optimiser.param_groups:
         group["lr"] = rate * group["factor"]
-    if work.model.config.embedding_dropout:  # a function of the step, so that a resumed run drops the same
-        torch.manual_seed(key64("dropout", work.seed, work.step) >> 1)
     tokens, labels = to_tensors(batch, device)
-    with matmul_dtype(config.dtype, device):
+    with _dropout_of_step(work), matmul_dtype(config.dtype, device):
         loss, hits = loss_and_hits(work.model, tokens, labels)
     work.optimiser.zero_grad(set_to_none=True)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -223,6 +221,17 @@ def _one_step(work: _Work, config: TrainingConfig, batch: Batch, device: str) ->
             )
     work.optimiser.step()
     return nats, accuracy
+
+
+@contextmanager
+def _dropout_of_step(work: _Work) -> Iterator[None]:
+    """What is dropped is a function of the step, so that a resumed run drops the same; the caller's draws go on."""
+    if not work.model.config.embedding_dropout:
+        yield
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(key64("dropout", work.seed, work.step) >> 1)
+        yield
 
 
 def _save(work: _Work, config: RunConfig, stages: Sequence[Stage], folder: RunFolder) -> Checkpoint:

@@ -8,9 +8,9 @@ from pydantic import Field, SerializeAsAny, model_validator
 
 from decaybench.core.config import Config, parse
 from decaybench.core.names import unknown
-from decaybench.models.addons.post import PostConfig
+from decaybench.models.addons.post import USUAL_GATE, PostConfig
 from decaybench.models.ffn import FfnConfig
-from decaybench.models.registry import get_architecture
+from decaybench.models.registry import architectures, get_architecture
 
 
 class ModelConfig(Config):
@@ -44,15 +44,27 @@ class ModelConfig(Config):
                 sizes = sizes.plain()
             if isinstance(sizes, dict):
                 data = data | {"mixer": parse(architecture.config_class(), sizes, "model.mixer")}
+            if isinstance(ffn := data.get("ffn"), dict):
+                data = data | {"ffn": {"kind": architecture.ffn, **ffn}}
             if data.get("post") is not None and "post" not in architecture.addons:
                 raise ValueError(f"post needs a mixer with decays; {architecture.name} has none")
         return data
 
     @model_validator(mode="after")
-    def _a_gate_it_has(self) -> ModelConfig:
-        architecture = get_architecture(self.name)
-        if self.post is not None and self.post.gate is not None and self.post.gate not in architecture.gates:
-            raise ValueError(f"post.gate={self.post.gate} is for gla and retnet; {self.name} has one gate, its own")
+    def _switches_it_has(self) -> ModelConfig:
+        """A switch that would do nothing is refused: it would make another cell of the same model."""
+        architecture, post = get_architecture(self.name), self.post
+        if post is None:
+            return self
+        if post.gate is not None and len(architecture.gates) == 1:
+            with_gates = ", ".join(name for name, known in architectures().items() if len(known.gates) > 1)
+            raise ValueError(f"post.gate={post.gate} is for {with_gates}; {self.name} has one gate, its own")
+        if post.gate == USUAL_GATE[post.variant]:
+            raise ValueError(f"post.gate={post.gate} is what variant {post.variant} has: leave it out")
+        gate = "softplus" if post.replaces_gate and len(architecture.gates) > 1 else "baseline"
+        if post.dt_bias is not None and gate not in architecture.dt_bias_gates:
+            needs = "with post.gate=softplus only" if architecture.dt_bias_gates else "in no gate"
+            raise ValueError(f"post.dt_bias={post.dt_bias}: {self.name} has a dt_bias {needs}")
         return self
 
     @property

@@ -107,6 +107,13 @@ def _read_rwkv_cpp(path: Path) -> dict[str, Tensor]:
     data = path.read_bytes()
     if len(data) < 24 or struct.unpack_from("=2i", data) not in {(0x67676D66, 100), (0x67676D66, 101)}:
         raise UserError(f"{path} is not a file of rwkv.cpp's format, version 100 or 101")
+    try:
+        return _tensors_of(data, path)
+    except (struct.error, UnicodeDecodeError, RuntimeError, ValueError):
+        raise UserError(f"{path} ends in the middle of a tensor, or is damaged") from None
+
+
+def _tensors_of(data: bytes, path: Path) -> dict[str, Tensor]:
     found, at = {}, 24
     while at < len(data):
         n_dims, n_name, kind = struct.unpack_from("=3i", data, at)

@@ -26,8 +26,9 @@ class Architecture:
     """A named mixer. config, mixer: `module:Class` of its configuration and its mixer.
 
     The mixer is built as `mixer(config, place)` (models.branch.Place); addons: those that it takes. backends:
-    implementations of its recurrence, best first. gates: what post.gate may be. ffn: the kind of FFN that its language
-    models have. equation: its recurrence; post: what PoST changes in it; verified: what it was compared with.
+    implementations of its recurrence, best first. gates: what post.gate may be; dt_bias_gates: those with a dt_bias.
+    ffn: the kind of FFN that its language models have. equation: its recurrence; post: what PoST changes in it;
+    verified: what it was compared with.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Architecture:
     addons: tuple[str, ...] = ()
     backends: tuple[str, ...] = ("torch",)
     gates: tuple[str, ...] = ("baseline",)
+    dt_bias_gates: tuple[str, ...] = ()
     ffn: str = "swiglu"
     equation: str = ""
     post: str = ""
@@ -60,6 +62,7 @@ _BUILT_IN = (
         "Mamba-2: one data-dependent decay a head",
         "arXiv 2405.21060",
         addons=("post",),
+        dt_bias_gates=("baseline",),
         equation="S_t = exp(-exp(A_log) dt_t) S_{t-1} + dt_t B_t x_t^T,  y_t = C_t^T S_t + D x_t",
         post="A_log of the heads becomes the spectrum; paper: dt_bias frozen at dt = 0.05",
         verified="transformers' Mamba2ForCausalLM and mamba-ssm's SSD kernel, forward and gradients",
@@ -84,6 +87,7 @@ _BUILT_IN = (
         "Gated DeltaNet: delta rule with one data-dependent decay a head",
         "arXiv 2412.06464",
         addons=("post",),
+        dt_bias_gates=("baseline",),
         equation="S_t = exp(-exp(A_log) dt_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T",
         post="A_log of the heads becomes the spectrum",
         verified="flash-linear-attention's layer and kernels, forward and gradients",
@@ -96,6 +100,7 @@ _BUILT_IN = (
         "arXiv 2312.06635",
         addons=("post",),
         gates=("baseline", "softplus"),
+        dt_bias_gates=("softplus",),
         equation="S_t = diag(exp(log_decay_t)) S_{t-1} + k_t v_t^T,  log_decay_t = logsigmoid(W2 W1 x_t + b) / 16",
         post="paper: the gate becomes -exp(A_log) softplus(W x + dt_bias); minimal: exp(P) times the gate",
         verified="flash-linear-attention's layer and kernels, forward and gradients",
@@ -108,6 +113,7 @@ _BUILT_IN = (
         "arXiv 2307.08621",
         addons=("post",),
         gates=("baseline", "softplus"),
+        dt_bias_gates=("softplus",),
         equation="S_t = gamma S_{t-1} + k_t v_t^T,  gamma_h = 1 - 2^(-5-h)",
         post="paper: the same model as gla+post; minimal: -log gamma of the heads becomes the spectrum",
         verified="flash-linear-attention's layer and kernels, forward and gradients",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from decaybench.core.config import apply_settings
 from decaybench.core.errors import UserError
 from decaybench.core.names import unknown
 from decaybench.results.leaderboard import Row, differences, distinct, rows, settings_of, short
@@ -42,6 +43,11 @@ def comparable(
     return found
 
 
+def _read(value: str) -> Any:
+    """A value as --set reads it: 0.01, true, null."""
+    return apply_settings({}, [f"value={value}"])["value"]
+
+
 def _chosen(records: Sequence[Record], where: Iterable[str]) -> list[Record]:
     kept = list(records)
     for condition in where:
@@ -55,7 +61,8 @@ def _chosen(records: Sequence[Record], where: Iterable[str]) -> list[Record]:
         values = {record.record_id: settings_of(record) for record in meant}
         if not any(key in settings for settings in values.values()):
             raise unknown("setting", key, {key for settings in values.values() for key in settings})
-        left = [record for record in kept if record not in meant or str(values[record.record_id].get(key)) == value]
+        wanted = (value, _read(value))
+        left = [record for record in kept if record not in meant or values[record.record_id].get(key) in wanted]
         if all(record not in left for record in meant):
             there = ", ".join(map(str, distinct(settings.get(key) for settings in values.values())))
             raise UserError(f"--where {condition}: no record has this; {key} is {there}")

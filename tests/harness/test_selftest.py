@@ -226,6 +226,18 @@ def test_finds_a_state_in_bfloat16(bug):
     assert caught(12) == {12}
 
 
+def test_finds_a_bfloat16_that_goes_wrong_after_most_of_a_row(bug):
+    def wrap(original):
+        def late(self, x):
+            far = torch.arange(x.shape[1]) > 0.8 * x.shape[1]
+            return original(self, x) * torch.where(far, 1.2, 1.0).to(x.dtype)[:, None]
+
+        return lambda self, x: late(self, x) if x.dtype == torch.bfloat16 else original(self, x)
+
+    bug(module.RMSNorm, "forward", wrap)
+    assert caught(12) == {12}
+
+
 def test_finds_autocast_inside_the_recurrence(bug):
     bug(scalar_decay, "scalar_decay_chunked", lambda original: original.__wrapped__)
     names = [c.name for c in selftest.selftest(small_config("mamba2"), pitfalls={12}) if not c.passed]

@@ -105,7 +105,14 @@ def test_an_architecture_that_names_nothing_is_named(installed, bad):
         ({"post": {"taper": "lerned"}}, "did you mean 'learned'?"),
         ({"post": {"horizn": 5}}, "unknown key 'post.horizn' (value 5); did you mean 'horizon'?"),
         ({"name": "attention", "post": {}}, "post needs a mixer with decays; attention has none"),
-        ({"post": {"gate": "softplus"}}, "post.gate=softplus is for gla and retnet; mamba2 has one gate, its own"),
+        ({"post": {"gate": "softplus"}}, "post.gate=softplus is for gla, retnet; mamba2 has one gate, its own"),
+        ({"name": "rwkv7", "post": {"gate": "baseline"}}, "rwkv7 has one gate, its own"),
+        ({"name": "gla", "post": {"gate": "softplus"}}, "post.gate=softplus is what variant paper has: leave it out"),
+        ({"name": "rwkv7", "post": {"dt_bias": "frozen"}}, "post.dt_bias=frozen: rwkv7 has a dt_bias in no gate"),
+        (
+            {"name": "gla", "post": {"variant": "minimal", "dt_bias": "frozen"}},
+            "post.dt_bias=frozen: gla has a dt_bias with post.gate=softplus only",
+        ),
         ({"vocab_size": 1}, "vocab_size=1: input should be greater than or equal to 2"),
         ({"n_layers": 0}, "n_layers=0"),
         ({"norm": "rms"}, "norm='rms'"),
@@ -141,6 +148,12 @@ def test_every_preset_is_a_configuration():
         preset("180", "mamba2")
     with pytest.raises(UserError, match="unknown model of preset 180m 'attention'"):
         preset("180m", "attention")
+
+
+def test_an_architecture_has_its_own_ffn():
+    assert parse(ModelConfig, {"name": "rwkv7", "ffn": {"multiple": 2}}).ffn.kind == "channel_mix"
+    assert parse(ModelConfig, {"name": "rwkv7", "ffn": {"kind": "mlp"}}).ffn.kind == "mlp"
+    assert parse(ModelConfig, {"name": "mamba2", "ffn": {}}).ffn.kind == "swiglu"
 
 
 def test_a_configuration_survives_its_plain_form():

@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decaybench.core.config import Config
+from decaybench.core.errors import UserError
 from decaybench.models.module import DrawsFor, Module
 
 Taper = Literal["analytical", "linear", "learned"]
 Gate = Literal["baseline", "softplus"]
+USUAL_GATE: dict[str, Gate] = {"paper": "softplus", "minimal": "baseline"}
 
 
 class PostConfig(Config):
@@ -56,7 +58,8 @@ class PostConfig(Config):
     )
     control: Literal["none", "static_wide", "shuffled"] = Field(
         default="none",
-        description="static_wide: timescales over [1, horizon^2] and no position; shuffled: tapers permuted over heads",
+        description="static_wide: no position, but the slow end of the range times horizon; shuffled: tapers permuted "
+        "over heads",
     )
     horizon: int | None = Field(
         default=None, ge=2, description="T in the formulas, tokens; none: the run's training length"
@@ -68,10 +71,16 @@ class PostConfig(Config):
             raise ValueError(f"range={self.range} must be two timescales in tokens, 0 < fastest <= slowest")
         if self.control == "static_wide" and not self.reparameterize:
             raise ValueError("control=static_wide needs reparameterize=true: it is an ordered spectrum")
+        if self.control == "static_wide" and not self.position_scaling:
+            raise ValueError("control=static_wide has no position scaling: leave position_scaling=false out")
+        if self.control == "static_wide" and self.range is not None:
+            raise ValueError(f"control=static_wide widens the usual range: it excludes range={self.range}")
         if self.control == "shuffled" and not self.position_scaling:
             raise ValueError("control=shuffled needs position_scaling=true: it permutes the tapers")
-        if self.taper == "learned" and not self.reparameterize:
-            raise ValueError("taper=learned needs reparameterize=true: without it tapers go by initial rank and stay")
+        if self.taper != "analytical" and not self.reparameterize:
+            raise ValueError(f"taper={self.taper} needs reparameterize=true: else tapers go by initial rank and stay")
+        if self.taper != "analytical" and not self.scales:
+            raise ValueError(f"taper={self.taper} tapers nothing: rates don't depend on the position here")
         if self.range is not None and not self.reparameterize:
             raise ValueError(f"range={self.range} needs reparameterize=true: the baseline's rates have their own")
         return self
@@ -97,14 +106,9 @@ class PostConfig(Config):
         return self.position_scaling and self.control != "static_wide"
 
     @property
-    def freezes_dt(self) -> bool:
-        """Whether dt_bias stays at its initial value."""
-        return (self.dt_bias or {"paper": "frozen", "minimal": "learned"}[self.variant]) == "frozen"
-
-    @property
     def replaces_gate(self) -> bool:
         """Whether an architecture that offers both gates takes the softplus gate."""
-        return (self.gate or {"paper": "softplus", "minimal": "baseline"}[self.variant]) == "softplus"
+        return (self.gate or USUAL_GATE[self.variant]) == "softplus"
 
     def timescale_range(self, usual: Callable[[int], tuple[float, float]]) -> tuple[float, float]:
         """The fastest and the slowest initial timescale at t = 1, in tokens.
@@ -253,6 +257,8 @@ def make_spectrum(
         made = FreeSpectrum(n, initial, scales=scales, shuffled=post is not None and post.control == "shuffled")
     else:
         fastest, slowest = post.timescale_range(timescales)
+        if slowest < fastest:
+            raise UserError(f"post.horizon={post.horizon} is too short: the fastest timescale is {fastest:.3g} tokens")
         made = TaperedSpectrum(n, log_rate_of(slowest), log_rate_of(fastest), post, log_speed)
     if learning_rate_factor != 1.0:
         made.learning_rate_factors = {name: learning_rate_factor for name, _ in made.named_parameters()}

@@ -31,6 +31,7 @@ from decaybench.models.ops.short_conv import conv_tail
 _A_RANGE = (1.0, 16.0)
 # The dt at which PoST counts its initial timescales: the paper's frozen value, or the middle of the baseline's range.
 _POST_DT = {"paper": 0.05, "minimal": 0.01}
+_USUAL_DT_BIAS = {"paper": "frozen", "minimal": "learned"}
 
 
 class Mamba2Config(Config):
@@ -76,7 +77,8 @@ class Mamba2(Mixer):
         self.convolved = self.inner + 2 * config.n_groups * config.d_state
         self.in_proj = Linear(place.d_model, self.inner + self.convolved + H)
         self.conv = ShortConv(self.convolved, config.conv_width)
-        self.dt_bias = nn.Parameter(torch.empty(H), requires_grad=place.post is None or not place.post.freezes_dt)
+        frozen = place.post is not None and (place.post.dt_bias or _USUAL_DT_BIAS[place.post.variant]) == "frozen"
+        self.dt_bias = nn.Parameter(torch.empty(H), requires_grad=not frozen)
         self.D = nn.Parameter(torch.empty(H))
         self.spectrum = make_spectrum(place.post, H, self._initial_log_rates, self._log_rate_of)
         self.norm = RMSNorm(self.inner, eps=1e-5, groups=config.n_groups)
