@@ -109,11 +109,12 @@ class Linear(Module):
         return F.linear(x, self.weight, self.bias)
 
     def parts(self, x: Tensor, *sizes: int) -> list[Tensor]:
-        """y without b, in parts of so many channels.
+        """y of a projection without b, in parts of so many channels.
 
         Each is a product of its own: the parts are contiguous, and their gradients needn't be put together, which would
         be one more pass over all of y.
         """
+        assert self.bias is None, "parts of a projection with a bias: it would be left out"
         return [F.linear(x, weight) for weight in self.weight.split(sizes)]  # type: ignore[no-untyped-call]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from decaybench.core.config import parse
@@ -42,3 +43,13 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
 def largest(a: Tensor, b: Tensor) -> float:
     assert a.shape == b.shape
     return float((a.detach() - b.detach()).abs().max()) if a.numel() else 0.0
+
+
+@st.composite
+def row_of_positions(draw: st.DrawFn, length: int, state: bool) -> list[int]:
+    """Padding anywhere, documents that start anywhere; the first goes on from position 7 where there is a state."""
+    at, row = 7 if state else 0, []
+    for kind in draw(st.lists(st.sampled_from(["token"] * 4 + ["pad", "start"]), min_size=length, max_size=length)):
+        at = at if kind == "pad" else 1 if kind == "start" else at + 1
+        row.append(0 if kind == "pad" else at)
+    return row

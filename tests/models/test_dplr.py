@@ -13,34 +13,9 @@ from torch import Tensor
 from decaybench.core.positions import Layout
 from decaybench.models.ops.dplr import dplr, dplr_chunked, dplr_recurrent
 from tests import oracles
-from tests.models.small import largest
+from tests.models.small import largest, row_of_positions
 
 FORMS = [dplr_recurrent, dplr_chunked]
-
-
-def plain_loop(r, log_decay, k, v, a, b, initial_state, positions):
-    """The paper's own orientation, element by element: S is [V, K], S <- S diag(exp(w)) + S a b^T + v k^T, o = S r."""
-    B, T, H, V = v.shape
-    K = k.shape[-1]
-    out, final = [], []
-    for row in range(B):
-        empty = torch.zeros(V, K, dtype=v.dtype)
-        states = [empty if initial_state is None else initial_state[row, h].T for h in range(H)]
-        outputs = []
-        for t in range(T):
-            heads = []
-            for h in range(H):
-                if positions[row][t] == 1 and (t > 0 or initial_state is not None):
-                    states[h] = empty
-                if positions[row][t] > 0:
-                    S, at = states[h], (row, t, h)
-                    transition = torch.diag(torch.exp(log_decay[at])) + torch.outer(a[at], b[at])
-                    states[h] = S @ transition + torch.outer(v[at], k[at])
-                heads.append(states[h] @ r[row, t, h])
-            outputs.append(torch.stack(heads))
-        out.append(torch.stack(outputs))
-        final.append(torch.stack([S.T for S in states]))
-    return torch.stack(out), torch.stack(final)
 
 
 @dataclass
@@ -69,8 +44,17 @@ class Inputs:
         options = {"initial_state": self.initial_state, "output_final_state": True, "layout": self.layout(), **options}
         return form(*self.streams, **options)
 
-    def plain(self):
-        return plain_loop(*self.streams, self.initial_state, self.positions)
+    def plain_loop(self):
+        """The paper's own orientation, ours transposed: S <- S (diag(exp(log_decay)) + a b^T) + v k^T, o = S r."""
+        r, log_decay, k, v, a, b = self.streams
+        B, _, H, K = k.shape
+        state = v.new_zeros(B, H, K, v.shape[-1]) if self.initial_state is None else self.initial_state
+
+        def write(S, *at):
+            transition = torch.diag(torch.exp(log_decay[at])) + torch.outer(a[at], b[at])
+            return (S.T @ transition + torch.outer(v[at], k[at])).T
+
+        return oracles.plain_loop(write, lambda S, *at: S.T @ r[at], state, self.positions)
 
     def to(self, dtype) -> Inputs:
         names = ["r", "log_decay", "k", "v", "a", "b", "initial_state"]
@@ -111,16 +95,6 @@ def assert_same(got, want, inputs: Inputs, bound: float) -> None:
 
 
 @st.composite
-def row_of_positions(draw, length: int, state: bool):
-    """Padding anywhere, documents that start anywhere; the first goes on from position 7 where there is a state."""
-    at, row = 7 if state else 0, []
-    for kind in draw(st.lists(st.sampled_from(["token"] * 4 + ["pad", "start"]), min_size=length, max_size=length)):
-        at = at if kind == "pad" else 1 if kind == "start" else at + 1
-        row.append(0 if kind == "pad" else at)
-    return row
-
-
-@st.composite
 def cases(draw):
     T, state, rwkv = draw(st.integers(1, 19)), draw(st.booleans()), draw(st.booleans())
     B, H = draw(st.integers(1, 3)), draw(st.integers(1, 3))
@@ -134,7 +108,7 @@ def cases(draw):
 @given(cases())
 def test_both_forms_are_the_plain_loop(case):
     inputs, chunk = case
-    want = inputs.plain()
+    want = inputs.plain_loop()
     assert_same(inputs.run(dplr_recurrent), want, inputs, 1e-11)
     assert_same(inputs.run(dplr_chunked, chunk_size=chunk), want, inputs, 1e-11)
     assert_same(inputs.run(dplr, chunk_size=chunk), want, inputs, 1e-11)
@@ -145,7 +119,7 @@ def test_both_forms_are_the_plain_loop(case):
 def test_any_length_and_any_chunk_without_a_layout(T, chunk):
     inputs = make(T=T, state=False)
     got = dplr_chunked(*inputs.streams, output_final_state=True, chunk_size=chunk)
-    assert_same(got, inputs.plain(), inputs, 1e-11)
+    assert_same(got, inputs.plain_loop(), inputs, 1e-11)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 8])
@@ -215,7 +189,7 @@ def test_gradients_have_their_inputs_dtypes(form):
     rounded = [x.detach().to(dtype) for x, dtype in zip(inputs.tensors, dtypes, strict=True)]
     mixed = replace(inputs, **dict(zip(vars(inputs), (x.requires_grad_() for x in rounded), strict=False)))
     exact = mixed.to(torch.float64)
-    got, want = gradients(mixed.run(form), mixed), gradients(exact.plain(), exact)
+    got, want = gradients(mixed.run(form), mixed), gradients(exact.plain_loop(), exact)
     for x, y, dtype in zip(got, want, dtypes, strict=True):
         assert x.dtype == dtype
         assert largest(x.double(), y) < 2**-6 * float(y.abs().max())
@@ -239,7 +213,7 @@ def test_extreme_decays_are_exact_and_finite(dtype):
     choice = torch.randint(0, 5, inputs.log_decay.shape, generator=torch.Generator().manual_seed(1))
     inputs.log_decay = extremes[choice].requires_grad_()
     exact = inputs.to(torch.float64)
-    want = exact.plain()
+    want = exact.plain_loop()
     want = [*want, *gradients(want, exact)]
     bound = 1e-11 if dtype == torch.float64 else 1e-5
     for form in FORMS:
@@ -254,7 +228,7 @@ def test_one_extreme_decay_throughout(log_decay):
     inputs = make(T=70, state=False, dtype=torch.float32, rwkv=True)
     inputs.log_decay = torch.full_like(inputs.log_decay, log_decay).requires_grad_()
     exact = inputs.to(torch.float64)
-    assert_close(inputs.run(dplr_chunked), exact.plain(), inputs, exact, 1e-5)
+    assert_close(inputs.run(dplr_chunked), exact.plain_loop(), inputs, exact, 1e-5)
 
 
 @pytest.mark.parametrize("chunk", [16, 64])
@@ -265,7 +239,7 @@ def test_keys_that_repeat_cost_no_digits(chunk):
     inputs.a, inputs.b = (-kk).requires_grad_(), kk.clone().requires_grad_()
     inputs.log_decay = torch.zeros(1, 64, 1, 4, requires_grad=True)
     exact = inputs.to(torch.float64)
-    assert_close(inputs.run(dplr_chunked, chunk_size=chunk), exact.plain(), inputs, exact, 1e-5)
+    assert_close(inputs.run(dplr_chunked, chunk_size=chunk), exact.plain_loop(), inputs, exact, 1e-5)
 
 
 def assert_close(got, want, inputs: Inputs, exact: Inputs, bound: float) -> None:

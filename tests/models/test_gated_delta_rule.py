@@ -19,7 +19,7 @@ from decaybench.models.ops.gated_delta_rule import (
     gated_delta_rule_recurrent,
 )
 from tests import oracles
-from tests.models.small import largest
+from tests.models.small import largest, row_of_positions
 
 FORMS = [gated_delta_rule_recurrent, gated_delta_rule_chunked]
 
@@ -103,16 +103,6 @@ def assert_same(got, want, inputs: Inputs, bound: float, *, wanted_of: Inputs | 
         assert largest(a.to(b.dtype), b) < bound * max(1.0, float(b.detach().abs().max()))
     for a, b in zip(gradients(got, inputs), gradients(want, wanted_of or inputs), strict=True):
         assert largest(a.to(b.dtype), b) < bound * max(1.0, float(b.detach().abs().max()))
-
-
-@st.composite
-def row_of_positions(draw, length: int, state: bool):
-    """Padding anywhere, documents that start anywhere; the first goes on from position 7 where there is a state."""
-    at, row = 7 if state else 0, []
-    for kind in draw(st.lists(st.sampled_from(["token"] * 4 + ["pad", "start"]), min_size=length, max_size=length)):
-        at = at if kind == "pad" else 1 if kind == "start" else at + 1
-        row.append(0 if kind == "pad" else at)
-    return row
 
 
 @st.composite

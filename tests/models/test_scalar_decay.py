@@ -12,30 +12,8 @@ from torch import Tensor
 
 from decaybench.core.positions import Layout
 from decaybench.models.ops.scalar_decay import scalar_decay, scalar_decay_chunked, scalar_decay_recurrent
-from tests.models.small import largest
-
-
-def plain_loop(q, k, v, log_decay, initial_state, positions):
-    """The definition, element by element, sharing nothing with the package."""
-    B, T, H, V = v.shape
-    G, K = q.shape[2:]
-    out, final = [], []
-    for b in range(B):
-        states = [torch.zeros(K, V, dtype=v.dtype) if initial_state is None else initial_state[b, h] for h in range(H)]
-        row = []
-        for t in range(T):
-            heads = []
-            for h in range(H):
-                g = h * G // H
-                if positions[b][t] == 1 and (t > 0 or initial_state is not None):
-                    states[h] = torch.zeros(K, V, dtype=v.dtype)
-                if positions[b][t] > 0:
-                    states[h] = torch.exp(log_decay[b, t, h]) * states[h] + torch.outer(k[b, t, g], v[b, t, h])
-                heads.append(q[b, t, g] @ states[h])
-            row.append(torch.stack(heads))
-        out.append(torch.stack(row))
-        final.append(torch.stack(states))
-    return torch.stack(out), torch.stack(final)
+from tests import oracles
+from tests.models.small import largest, row_of_positions
 
 
 @dataclass
@@ -67,6 +45,17 @@ class Inputs:
             **options,
         )
 
+    def plain_loop(self):
+        """The definition, token by token, sharing nothing with the package."""
+        q, k, v, log_decay = self.tensors[:4]
+        (B, _, H, V), (G, K) = v.shape, k.shape[2:]
+        state = v.new_zeros(B, H, K, V) if self.initial_state is None else self.initial_state
+
+        def write(S, b, t, h):
+            return torch.exp(log_decay[b, t, h]) * S + torch.outer(k[b, t, h * G // H], v[b, t, h])
+
+        return oracles.plain_loop(write, lambda S, b, t, h: q[b, t, h * G // H] @ S, state, self.positions)
+
 
 def make(B=2, T=9, H=4, G=2, K=3, V=2, *, state=True, positions=None, seed=0, dtype=torch.float64) -> Inputs:
     draws = torch.Generator().manual_seed(seed)
@@ -96,16 +85,6 @@ def assert_same(got, want, inputs: Inputs, bound: float) -> None:
 
 
 @st.composite
-def row_of_positions(draw, length: int, state: bool):
-    """Padding anywhere, documents that start anywhere; the first goes on from position 7 where there is a state."""
-    at, row = 7 if state else 0, []
-    for kind in draw(st.lists(st.sampled_from(["token"] * 4 + ["pad", "start"]), min_size=length, max_size=length)):
-        at = at if kind == "pad" else 1 if kind == "start" else at + 1
-        row.append(0 if kind == "pad" else at)
-    return row
-
-
-@st.composite
 def cases(draw):
     T, state = draw(st.integers(1, 19)), draw(st.booleans())
     H, G = draw(st.sampled_from([(4, 1), (4, 2), (4, 4), (3, 1), (1, 1)]))
@@ -119,7 +98,7 @@ def cases(draw):
 @given(cases())
 def test_both_forms_are_the_plain_loop(case):
     inputs, chunk = case
-    want = plain_loop(*inputs.tensors[:4], inputs.initial_state, inputs.positions)
+    want = inputs.plain_loop()
     assert_same(inputs.run(scalar_decay_recurrent), want, inputs, 1e-11)
     assert_same(inputs.run(scalar_decay_chunked, chunk_size=chunk), want, inputs, 1e-11)
     assert_same(inputs.run(scalar_decay, chunk_size=chunk), want, inputs, 1e-11)
@@ -129,7 +108,7 @@ def test_both_forms_are_the_plain_loop(case):
 @pytest.mark.parametrize("chunk", [1, 3, 4, 13, 100])
 def test_any_length_and_any_chunk_without_a_layout(T, chunk):
     inputs = make(T=T, state=False)
-    want = plain_loop(*inputs.tensors, None, inputs.positions)
+    want = inputs.plain_loop()
     got = scalar_decay_chunked(*inputs.tensors, output_final_state=True, chunk_size=chunk)
     assert_same(got, want, inputs, 1e-11)
 
@@ -225,7 +204,7 @@ def test_extreme_decays_are_exact_and_finite(dtype):
     inputs.log_decay = extremes[choice].requires_grad_()
     exact = [x.detach().double().requires_grad_() for x in inputs.tensors]
     wide = Inputs(*exact, inputs.positions)
-    want = plain_loop(*exact, inputs.positions)
+    want = wide.plain_loop()
     bound = 1e-11 if dtype == torch.float64 else 1e-4
     for form in (scalar_decay_recurrent, scalar_decay_chunked):
         got = inputs.run(form)

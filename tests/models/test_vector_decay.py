@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from decaybench.core.positions import Layout
 from decaybench.models.ops.vector_decay import vector_decay, vector_decay_chunked, vector_decay_recurrent
 from tests import oracles
-from tests.models.small import largest
+from tests.models.small import largest, row_of_positions
 
 FORMS = [vector_decay_recurrent, vector_decay_chunked]
 
@@ -82,16 +82,6 @@ def assert_same(got, want, inputs: Inputs, bound: float) -> None:
         assert largest(a, b) < bound
     for a, b in zip(gradients(got, inputs), gradients(want, inputs), strict=True):
         assert largest(a, b) < bound * max(1.0, float(b.detach().abs().max()))
-
-
-@st.composite
-def row_of_positions(draw, length: int, state: bool):
-    """Padding anywhere, documents that start anywhere; the first goes on from position 7 where there is a state."""
-    at, row = 7 if state else 0, []
-    for kind in draw(st.lists(st.sampled_from(["token"] * 4 + ["pad", "start"]), min_size=length, max_size=length)):
-        at = at if kind == "pad" else 1 if kind == "start" else at + 1
-        row.append(0 if kind == "pad" else at)
-    return row
 
 
 @st.composite

@@ -14,7 +14,6 @@ Negative eigenvalues: Grazzi et al., "Unlocking State-Tracking in Linear RNNs", 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,11 +25,10 @@ from decaybench.core.config import Config
 from decaybench.core.errors import UserError
 from decaybench.models.addons.post import make_spectrum
 from decaybench.models.branch import Context, Mixer, Place
-from decaybench.models.mixers.parts import ShortConv, initial_dt_bias, split_heads
+from decaybench.models.mixers.parts import MemoryState, ShortConv, initial_dt_bias, split_heads
 from decaybench.models.module import DrawsFor, Linear, RMSNorm, uniform_
 from decaybench.models.ops.gated_delta_rule import DEFAULT_CHUNK, gated_delta_rule
 from decaybench.models.ops.precision import at_least_float32
-from decaybench.models.ops.short_conv import conv_tail
 
 _A_RANGE = (0.0, 16.0)
 _A_FLOOR = 1e-4  # U(0, 16) can draw 0, whose log is -inf
@@ -60,17 +58,6 @@ class GatedDeltaNetConfig(Config):
         return V
 
 
-@dataclass(frozen=True)
-class GatedDeltaNetState:
-    """conv: [B, conv_width-1, H (2 K + V)], the convolution's last inputs, or None without one.
-
-    memory: float32 [B, H, K, V].
-    """
-
-    conv: Tensor | None
-    memory: Tensor
-
-
 class GatedDeltaNet(Mixer):
     """The mixer. Dimensions: H = n_heads, K = head_dim, V = expand_v K."""
 
@@ -81,9 +68,10 @@ class GatedDeltaNet(Mixer):
         super().__init__()
         self.config, self.backend = config, place.backend
         H, K, V = config.n_heads, config.head_dim, config.value_dim()
-        self.value_dim, self.convolved = V, H * (2 * K + V)
-        self.in_proj = Linear(place.d_model, self.convolved + 2 * H + (H * V if config.output_gate else 0))
-        self.conv = ShortConv(self.convolved, config.conv_width, bias=False) if config.conv_width else None
+        convolved = H * (2 * K + V)
+        self.value_dim, self.projected = V, [convolved, H, H, *([H * V] if config.output_gate else [])]
+        self.in_proj = Linear(place.d_model, sum(self.projected))
+        self.conv = ShortConv(convolved, config.conv_width, bias=False) if config.conv_width else None
         # It learns in both variants, unlike Mamba-2's.
         frozen = place.post is not None and place.post.dt_bias == "frozen"
         self.dt_bias = nn.Parameter(torch.empty(H), requires_grad=not frozen)
@@ -106,12 +94,10 @@ class GatedDeltaNet(Mixer):
         uniform_(A, *_A_RANGE, draws)
         return A.clamp(min=_A_FLOOR).log()
 
-    def forward(
-        self, x: Tensor, context: Context, state: GatedDeltaNetState | None
-    ) -> tuple[Tensor, GatedDeltaNetState | None]:
+    def forward(self, x: Tensor, context: Context, state: MemoryState | None) -> tuple[Tensor, MemoryState | None]:
         c, layout = self.config, context.layout
         H, K, V = c.n_heads, c.head_dim, self.value_dim
-        qkv, a, b, z = self.in_proj.parts(x, self.convolved, H, H, H * V if c.output_gate else 0)
+        qkv, a, b, *z = self.in_proj.parts(x, *self.projected)
         inputs = None
         if self.conv is not None:
             qkv, inputs = self.conv(qkv, layout, state.conv if state else None)
@@ -135,11 +121,9 @@ class GatedDeltaNet(Mixer):
             backend=self.backend,
         )
         y = self.norm(o).flatten(2)
-        y = self.out_proj(y * F.silu(z) if c.output_gate else y)
-        if memory is None:
-            return y, None
-        tail = None if inputs is None or c.conv_width is None else conv_tail(inputs, layout, c.conv_width)
-        return y, GatedDeltaNetState(tail, memory)
+        if z:
+            y = y * F.silu(z[0])
+        return self.out_proj(y), MemoryState.after(memory, inputs, layout, c.conv_width)
 
     def timescales(self, position: int) -> Tensor:
         at = torch.full((1, 1), position, device=self.dt_bias.device)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -28,9 +28,8 @@ from decaybench.core.config import Config
 from decaybench.core.errors import UserError
 from decaybench.models.addons.post import PostConfig, Spectrum, make_spectrum
 from decaybench.models.branch import Context, Mixer, Place
-from decaybench.models.mixers.parts import ShortConv, initial_dt_bias, split_heads
+from decaybench.models.mixers.parts import MemoryState, ShortConv, initial_dt_bias, split_heads
 from decaybench.models.module import DrawsFor, Linear, Module, RMSNorm, uniform_
-from decaybench.models.ops.short_conv import conv_tail
 from decaybench.models.ops.vector_decay import DEFAULT_CHUNK, vector_decay
 
 _NORM_EPS = 1e-5
@@ -68,19 +67,13 @@ class GLAConfig(LinearAttentionConfig):
     gate_normalizer: float = Field(default=16.0, gt=0, description="what the low-rank gate's log-decay is divided by")
 
 
-@dataclass(frozen=True)
-class LinearAttentionState:
-    """conv: [B, conv_width-1, H (2 K + V)], the convolution's last inputs, or None without one.
+class Gate(Module):
+    """How the state decays. Call: x [B, T, D], positions [B or 1, T] -> log_decay float32 [B, T, H, K].
 
-    memory: float32 [B, H, K, V].
+    recurrence: the op that takes such log-decays.
     """
 
-    conv: Tensor | None
-    memory: Tensor
-
-
-class Gate(Module):
-    """How the state decays. Call: x [B, T, D], positions [B or 1, T] -> log_decay float32 [B, T, H, K]."""
+    recurrence: ClassVar[Callable[..., tuple[Tensor, Tensor | None]]] = staticmethod(vector_decay)
 
     def timescales(self, position: int) -> Tensor:
         """-1 / log_decay with the input's part left out, float32 [H K]."""
@@ -101,10 +94,9 @@ class LinearAttention(Mixer):
         self.norm = RMSNorm(V, eps=_NORM_EPS)
         self.out_proj = Linear(self.gated, place.d_model, shrink=place.shrink)
 
-    def forward(
-        self, x: Tensor, context: Context, state: LinearAttentionState | None
-    ) -> tuple[Tensor, LinearAttentionState | None]:
-        H, layout = self.config.n_heads, context.layout
+    def forward(self, x: Tensor, context: Context, state: MemoryState | None) -> tuple[Tensor, MemoryState | None]:
+        c, layout = self.config, context.layout
+        H = c.n_heads
         qkv, g = self.in_proj.parts(x, self.convolved, self.gated)
         inputs = None
         if self.conv is not None:
@@ -112,29 +104,22 @@ class LinearAttention(Mixer):
             qkv = F.silu(qkv)
         qk, v = torch.split(qkv, [self.convolved - self.gated, self.gated], dim=-1)
         q, k = torch.split(split_heads(qk, 2 * H), H, dim=2)
-        o, memory = self.recurrence(x, q, k, split_heads(v, H), context, state.memory if state else None)
-        y = self.out_proj(self.norm(o).flatten(2) * F.silu(g))
-        if memory is None:
-            return y, None
-        width = self.config.conv_width
-        tail = None if inputs is None or width is None else conv_tail(inputs, layout, width)
-        return y, LinearAttentionState(tail, memory)
-
-    def recurrence(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Context, memory: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """o [B, T, H, V] and, if it is to be kept, the state; x [B, T, D] is what the gate sees."""
-        return vector_decay(
-            q * q.shape[-1] ** -0.5,
-            k,
-            v,
-            self.gate(x, context.layout.positions),
-            initial_state=memory,
+        o, memory = self.gate.recurrence(
+            *self.placed(q, k, layout.positions),
+            split_heads(v, H),
+            self.gate(x, layout.positions),
+            initial_state=state.memory if state else None,
             output_final_state=context.keep_state,
-            layout=context.layout,
-            chunk_size=self.config.chunk_size,
+            layout=layout,
+            chunk_size=c.chunk_size,
             backend=self.backend,
         )
+        y = self.out_proj(self.norm(o).flatten(2) * F.silu(g))
+        return y, MemoryState.after(memory, inputs, layout, c.conv_width)
+
+    def placed(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """q / sqrt(K) and k, [B, T, H, K], with what positions [B or 1, T] do to them: here nothing."""
+        return q * q.shape[-1] ** -0.5, k
 
     def timescales(self, position: int) -> Tensor:
         """One a key channel, [H K], heads one after the other."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from decaybench.core.positions import Layout
 from decaybench.models.module import DrawsFor, Module, uniform_
-from decaybench.models.ops.short_conv import short_conv
+from decaybench.models.ops.short_conv import conv_tail, short_conv
 
-DT_RANGE = (1e-3, 0.1)
+_DT_RANGE = (1e-3, 0.1)
 _DT_FLOOR = 1e-4
 
 
@@ -38,10 +39,31 @@ class ShortConv(Module):
         return short_conv(x, self.weight, self.bias, layout, tail)
 
 
+@dataclass(frozen=True)
+class MemoryState:
+    """conv: [B, W-1, H (2 K + V)], the short convolution's last inputs, or None without one.
+
+    memory: float32 [B, H, K, V].
+    """
+
+    conv: Tensor | None
+    memory: Tensor
+
+    @staticmethod
+    def after(memory: Tensor | None, inputs: Tensor | None, layout: Layout, width: int | None) -> MemoryState | None:
+        """The state to keep, None where no memory was asked for.
+
+        inputs: all that the convolution of `width` taps saw, as ShortConv returns them; both None without one.
+        """
+        if memory is None:
+            return None
+        return MemoryState(None if inputs is None or width is None else conv_tail(inputs, layout, width), memory)
+
+
 def initial_dt_bias(n: int, draws: torch.Generator) -> Tensor:
     """softplus^-1(dt) with dt log-uniform in [1e-3, 0.1] and at least 1e-4, float32 [n]; as mamba-ssm's Mamba2."""
     dt = torch.empty(n, device="cpu")
-    uniform_(dt, math.log(DT_RANGE[0]), math.log(DT_RANGE[1]), draws)
+    uniform_(dt, math.log(_DT_RANGE[0]), math.log(_DT_RANGE[1]), draws)
     return inverse_softplus(dt.exp().clamp(min=_DT_FLOOR))
 
 

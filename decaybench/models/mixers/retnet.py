@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from decaybench.core.errors import UserError
-from decaybench.models.branch import Context, Place
+from decaybench.models.branch import Place
 from decaybench.models.mixers.gla import Gate, LinearAttention, LinearAttentionConfig, SoftplusGate, added_spectrum
 from decaybench.models.ops.rotary import rotary
 from decaybench.models.ops.scalar_decay import scalar_decay
@@ -44,23 +44,12 @@ class RetNet(LinearAttention):
         if K % 2 and not softplus:
             raise UserError(f"mixer.n_heads={config.n_heads} makes heads of {K} key channels; rotation needs pairs")
 
-    def recurrence(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Context, memory: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def placed(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Both turned; with the softplus gate, as GLA's."""
         if self.rope_base is None:
-            return super().recurrence(x, q, k, v, context, memory)
-        positions = context.layout.positions
-        return scalar_decay(
-            rotary(q, positions, self.rope_base, scale=q.shape[-1] ** -0.5),
-            rotary(k, positions, self.rope_base),
-            v,
-            self.gate(x, positions),
-            initial_state=memory,
-            output_final_state=context.keep_state,
-            layout=context.layout,
-            chunk_size=self.config.chunk_size,
-            backend=self.backend,
-        )
+            return super().placed(q, k, positions)
+        q = rotary(q, positions, self.rope_base, scale=q.shape[-1] ** -0.5)
+        return q, rotary(k, positions, self.rope_base)
 
     def timescales(self, position: int) -> Tensor:
         """One a head, [H]; with the softplus gate one a key channel, [H K]."""
@@ -69,6 +58,8 @@ class RetNet(LinearAttention):
 
 class FixedGate(Gate):
     """Decays that don't depend on the input. Call: x [B, T, D], positions -> log_decay float32 [B, T, H]."""
+
+    recurrence = staticmethod(scalar_decay)
 
     def __init__(self, config: RetNetConfig, place: Place) -> None:
         super().__init__()

@@ -74,8 +74,8 @@ def decayed_scores_backward(q: Tensor, k: Tensor, decay: Tensor, dscores: Tensor
     dq, dk = torch.empty_like(q), torch.empty_like(k)
     for p, s in product(range(P), range(S)):
         same = dscores[:, p, :, s].diagonal(dim1=1, dim2=2)[..., None]
-        _add_product(dq[:, p], same, k[:, s], first=s == 0)
-        _add_product(dk[:, s], same, q[:, p], first=p == 0)
+        _accumulate(dq[:, p], same, k[:, s], first=s == 0)
+        _accumulate(dk[:, s], same, q[:, p], first=p == 0)
     since, until = decay.clone(), torch.ones_like(decay)
     q_scratch, k_scratch = _scratch(q), _scratch(k)
     m = 1
@@ -141,7 +141,7 @@ def _join(since: Tensor, until: Tensor, m: int) -> None:
         second[:, :, tokens].mul_(first[:, :, -1:])
 
 
-def _add_product(out: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+def _accumulate(out: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
     """out = a b the first time, out += a b later."""
     if first:
         torch.mul(a, b, out=out)

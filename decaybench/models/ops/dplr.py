@@ -19,13 +19,13 @@ Log-decays, decays and the state are float32 whatever the other inputs are (floa
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from decaybench.core.positions import Layout
+from decaybench.models.ops.chunks import Visible, chunks_of_heads, fill_last_chunk, tokens_of_heads
 from decaybench.models.ops.decayed_scores import decayed_scores, decayed_scores_backward
 from decaybench.models.ops.precision import at_least_float32, check_log_decay, keeps_precision, without_autocast
 from decaybench.models.ops.unit_lower import inverse_unit_lower
@@ -124,47 +124,12 @@ def dplr_chunked(
     to a power of two).
     """
     dtype = v.dtype
-    inputs = _prepare(r, log_decay, k, v, a, b, layout)
-    B, T = v.shape[:2]
+    T = v.shape[1]
     L = 1 << (min(chunk_size, T) - 1).bit_length()
-    N = -(-T // L)
-    segments = None if layout is None or layout.segments is None else layout.segments.expand(B, T)
-    if extra := N * L - T:  # zero k, b and log-decays: identity steps behind the last token
-        inputs = tuple(F.pad(x, (0, 0, 0, 0, 0, extra)) for x in inputs)
-        if segments is not None:
-            segments = torch.cat([segments, segments[:, -1:].expand(B, extra)], dim=1)
-    masks = None if segments is None else _Masks.of(segments.view(B, N, L))
+    inputs, visible = fill_last_chunk(L, layout, *_prepare(r, log_decay, k, v, a, b, layout))
     S = None if initial_state is None else initial_state.to(inputs[0].dtype)
-    o, final = _Chunks.apply(*inputs, S, L, masks)  # type: ignore[no-untyped-call]
+    o, final = _Chunks.apply(*inputs, S, L, visible)  # type: ignore[no-untyped-call]
     return o[:, :T].to(dtype), final if output_final_state else None
-
-
-class _Masks(NamedTuple):
-    """Where documents part, for N chunks of L tokens in B rows; they broadcast over heads, channels, queries and keys.
-
-    apart: [N, B, 1, 1, L, 1, L], pairs of different documents. reach: [N, B, 1, L, 1], tokens that see the state before
-    their chunk. stay: [N, B, 1, L, 1], tokens that the state after it sees. carry: [N, B, 1, 1], whether that state
-    sees the one before.
-    """
-
-    apart: Tensor
-    reach: Tensor
-    stay: Tensor
-    carry: Tensor
-
-    @staticmethod
-    def of(segments: Tensor) -> _Masks:
-        """segments: int64 [B, N, L]."""
-        before = F.pad(segments[:, :-1, -1], (1, 0)).T[..., None]  # of the token before; 0: the initial state's
-        segments = segments.transpose(0, 1)
-        last = segments[..., -1:]
-        apart = segments[..., :, None] != segments[..., None, :]
-        return _Masks(
-            apart[:, :, None, None, :, None, :],
-            (segments == before)[:, :, None, :, None],
-            (segments == last)[:, :, None, :, None],
-            (last == before)[..., None],
-        )
 
 
 class _Chunks(torch.autograd.Function):
@@ -192,20 +157,22 @@ class _Chunks(torch.autograd.Function):
         b: Tensor,
         S: Tensor | None,
         L: int,
-        masks: _Masks | None,
+        visible: Visible | None,
     ) -> tuple[Tensor, Tensor]:
         B, T, H, V = v.shape
         N, K = T // L, k.shape[-1]
-        r, log_decay, k, v, a, b = (_by_chunk(x, L) for x in (r, log_decay, k, v, a, b))
+        r, log_decay, k, v, a, b = (chunks_of_heads(x, L).flatten(0, 2) for x in (r, log_decay, k, v, a, b))
         queries, keys, values = _with_earlier(r, a), _pairs(k, b), _pairs(v, None)
         decay, carry = log_decay.exp(), log_decay.sum(1).exp_()
         scores, since, until = decayed_scores(queries, keys, decay)
-        if masks is not None:
+        apart = None
+        if visible is not None:
             shape = (N, B, H)
-            scores.view(*shape, 2, L, 2, L).masked_fill_(masks.apart, 0.0)
-            since = (since.view(*shape, L, K) * masks.reach).view(since.shape)
-            until = (until.view(*shape, L, K) * masks.stay).view(until.shape)
-            carry = (carry.view(*shape, K) * masks.carry).view(carry.shape)
+            apart = ~visible.same[:, :, None, None, :, None, :]
+            scores.view(*shape, 2, L, 2, L).masked_fill_(apart, 0.0)
+            since = (since.view(*shape, L, K) * visible.reads[:, :, None, :, None]).view(since.shape)
+            until = (until.view(*shape, L, K) * visible.writes[:, :, None, :, None]).view(until.shape)
+            carry = (carry.view(*shape, K) * visible.passes[:, :, None, None]).view(carry.shape)
         scores = scores.view(-1, 2 * L, 2 * L)
         reads, writes = queries[:, 0] * since, (keys * until[:, None]).view(-1, 2 * L, K)
 
@@ -225,8 +192,8 @@ class _Chunks(torch.autograd.Function):
         ctx.save_for_backward(
             queries, keys, values, decay, scores, since, until, reads, writes, inverse, solved, step, states
         )
-        ctx.masks, ctx.shape = masks, (N, B, H)
-        return _by_token(o, ctx.shape), states[-1].clone().view(B, H, K, V)
+        ctx.apart, ctx.shape = apart, (N, B, H, L)
+        return tokens_of_heads(o.view(N, B, H, L, V)), states[-1].clone().view(B, H, K, V)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -234,10 +201,8 @@ class _Chunks(torch.autograd.Function):
         queries, keys, values, decay, scores, since, until, reads, writes, inverse, solved, step, states = (
             ctx.saved_tensors
         )
-        masks, (N, B, H) = ctx.masks, ctx.shape
-        L, K = queries.shape[-2:]
-        V = values.shape[-1]
-        do = _by_chunk(do, L)
+        (N, B, H, L), K, V = ctx.shape, queries.shape[-1], values.shape[-1]
+        do = chunks_of_heads(do, L).flatten(0, 2)
         with without_autocast(do):
             # The gradients of values and states: what o and the states read, by a scan from the last chunk
             dvalues = scores[:, :L].transpose(1, 2) @ do
@@ -257,8 +222,8 @@ class _Chunks(torch.autograd.Function):
             dv = dvalues[:, :L].baddbmm_(scores[:, L:, :L].transpose(1, 2), dreads[:, 1])
             values, dreads = values.view(-1, 2 * L, V), dreads.view(-1, 2 * L, V)
             dscores = torch.bmm(dreads, values.transpose(1, 2)).view(-1, 2, L, 2, L)
-            if masks is not None:
-                dscores.view(N, B, H, 2, L, 2, L).masked_fill_(masks.apart, 0.0)
+            if ctx.apart is not None:
+                dscores.view(N, B, H, 2, L, 2, L).masked_fill_(ctx.apart, 0.0)
             dqueries, dkeys = decayed_scores_backward(queries, keys, decay, dscores)
             dqueries.addcmul_((dreads @ S.transpose(1, 2)).view(queries.shape), since[:, None])
             dkeys.addcmul_((values @ D.transpose(1, 2)).view(keys.shape), until[:, None])
@@ -271,7 +236,7 @@ class _Chunks(torch.autograd.Function):
             dlog_decay = dc.new_ones(L, L).triu() @ dc  # the sum from each token to the chunk's end
         dinputs = (dqueries[:, 0], dlog_decay, dkeys[:, 0], dv, da, dkeys[:, 1])
         dinitial = dstates[0].view(B, H, K, V) if ctx.needs_input_grad[6] else None
-        return *(_by_token(x, ctx.shape) for x in dinputs), dinitial, None, None
+        return *(tokens_of_heads(x.view(N, B, H, L, -1)) for x in dinputs), dinitial, None, None
 
 
 def _solve(first: Tensor, queries: Tensor, values: Tensor, scores: Tensor, since: Tensor) -> tuple[Tensor, Tensor]:
@@ -302,18 +267,6 @@ def _with_earlier(x: Tensor, y: Tensor) -> Tensor:
     out[:, 1, :-1] = y[:, 1:]
     out[:, 1, -1] = 0.0
     return out
-
-
-def _by_chunk(x: Tensor, L: int) -> Tensor:
-    """[B, N L, H, K] as [N B H, L, K]."""
-    B, T, H, K = x.shape
-    return x.reshape(B, T // L, L, H, K).permute(1, 0, 3, 2, 4).reshape(-1, L, K)
-
-
-def _by_token(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """[N B H, L, K] as [B, N L, H, K]; shape: N, B, H."""
-    N, B, H = shape
-    return x.reshape(N, B, H, *x.shape[1:]).permute(1, 0, 3, 2, 4).reshape(B, -1, H, x.shape[-1])
 
 
 def _prepare(

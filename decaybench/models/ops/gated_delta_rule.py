@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from decaybench.core.positions import Layout
+from decaybench.models.ops.chunks import Visible, chunks, chunks_of_heads, fill_last_chunk, tokens_of_heads
 from decaybench.models.ops.precision import (
     at_least_float32,
     bounded_log_decay,
@@ -122,18 +122,10 @@ def gated_delta_rule_chunked(
     q, k, v, beta, log_decay = _prepare(q, k, v, beta, log_decay, layout)
     B, T, H, V = v.shape
     L = min(chunk_size, T)
-    N = -(-T // L)
-    segments = None if layout is None or layout.segments is None else layout.segments.expand(B, T)
-    if extra := N * L - T:  # zero writes and zero log-decays: identity steps behind the last token
-        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, extra)) for x in (q, k, v))
-        beta, log_decay = (F.pad(x, (0, 0, 0, extra)) for x in (beta, log_decay))
-        if segments is not None:
-            segments = torch.cat([segments, segments[:, -1:].expand(B, extra)], dim=1)
-    if segments is not None:
-        segments = segments.view(B, N, L).transpose(0, 1)
-    c = log_decay.view(B, N, L, H).cumsum(2).permute(1, 0, 3, 2)
+    (q, k, v, beta, log_decay), visible = fill_last_chunk(L, layout, q, k, v, beta, log_decay)
+    c = chunks(log_decay, L).cumsum(2).transpose(2, 3)
     S = v.new_zeros(B, H, k.shape[-1], V) if initial_state is None else initial_state.to(v.dtype)
-    o, S = _Chunks.apply(q, k, v, beta, c.contiguous(), S, segments)  # type: ignore[no-untyped-call]
+    o, S = _Chunks.apply(q, k, v, beta, c.contiguous(), S, visible)  # type: ignore[no-untyped-call]
     return o[:, :T].to(dtype), S if output_final_state else None
 
 
@@ -157,23 +149,23 @@ class _Chunks(torch.autograd.Function):
 
     dc needs no pass over [L, L], for D_ij dD_ij summed over a row or a column are products that are there already.
 
-    q, k: [B, N L, H, K]; v: [B, N L, H, V]; beta: [B, N L, H]; c: [N, B, H, L]; S: [B, H, K, V]; segments: int64
-    [N, B, L] or None. Returns o as v, and the state behind the last chunk. Inside, the first dimension is m = N B H,
-    and q and k are stacked [m, 2 L, K], as are P and G.
+    q, k: [B, N L, H, K]; v: [B, N L, H, V]; beta: [B, N L, H]; c: [N, B, H, L]; S: [B, H, K, V]. Returns o as v, and
+    the state behind the last chunk. Inside, the first dimension is m = N B H, and q and k are stacked [m, 2 L, K], as
+    are P and G.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, c: Tensor, S: Tensor, segments: Tensor | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, c: Tensor, S: Tensor, visible: Visible | None
     ) -> tuple[Tensor, Tensor]:
         (N, B, H, L), (K, V) = c.shape, S.shape[2:]
         qk = q.new_empty(N, B, H, 2, L, K)
-        qk[:, :, :, 0], qk[:, :, :, 1] = _split(q, L), _split(k, L)
+        qk[:, :, :, 0], qk[:, :, :, 1] = chunks_of_heads(q, L), chunks_of_heads(k, L)
         qk = qk.view(-1, 2 * L, K)
         q, k = qk[:, :L], qk[:, L:]
-        v = _split(v, L).reshape(-1, L, V)
-        beta = _split(beta[..., None], L).reshape(-1, L, 1)
-        decay, reach, rest, carry = _decays(c, segments)
+        v = chunks_of_heads(v, L).reshape(-1, L, V)
+        beta = chunks_of_heads(beta[..., None], L).reshape(-1, L, 1)
+        decay, reach, rest, carry = _decays(c, visible)
 
         weights = _scale(qk @ k.transpose(1, 2), decay)
         P, G = weights[:, :L], weights[:, L:]
@@ -193,7 +185,9 @@ class _Chunks(torch.autograd.Function):
         o = (q @ states[:-1].view(-1, K, V)).mul_(reach).baddbmm_(P, u)
         ctx.save_for_backward(qk, v, beta, decay, reach, rest, carry, weights, T, w, x, u, o, states)
         ctx.shape = N, B, H, L
-        return _join(o, ctx.shape), states[-1].view(S.shape).clone()  # a view would keep all of states alive
+        return tokens_of_heads(o.view(N, B, H, L, V)), states[-1].view(
+            S.shape
+        ).clone()  # a view would keep all of states alive
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -203,7 +197,7 @@ class _Chunks(torch.autograd.Function):
         q, k, P, G = qk[:, :L], qk[:, L:], weights[:, :L], weights[:, L:]
         with without_autocast(do):
             dread = torch.empty(len(v), 2 * L, V, dtype=do.dtype, device=do.device)
-            dread[:, :L].view(N, B, H, L, V).copy_(_split(do, L))
+            dread[:, :L].view(N, B, H, L, V).copy_(chunks_of_heads(do, L))
             do = dread[:, :L]
             du = P.transpose(1, 2) @ do
             inside = q.transpose(1, 2) @ (do * reach)
@@ -227,22 +221,20 @@ class _Chunks(torch.autograd.Function):
             dk.add_(dqk[:, L:]).baddbmm_(dweights.transpose(1, 2), qk)
             dc = (do * o).sum(-1) - (dv * v).sum(-1)
             dc[:, -1] += (after * dafter).sum((1, 2))
-        dq, dk, dv, dbeta = (_join(y, ctx.shape) for y in (dqk[:, :L], dk, dv, dbeta))
+        dq, dk, dv, dbeta = (tokens_of_heads(y.view(N, B, H, L, -1)) for y in (dqk[:, :L], dk, dv, dbeta))
         return dq, dk, dv, dbeta[..., 0], dc.view(N, B, H, L), dstates[0].view(B, H, K, V), None
 
 
-def _decays(c: Tensor, segments: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _decays(c: Tensor, visible: Visible | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What is left from token to token [m, L, L], from before the chunk to each token [m, L, 1], from each token to the
     chunk's end [m, L, 1] and across the chunk [m, 1, 1].
     """
     L = c.shape[-1]
     hidden = torch.full((L, L), -torch.inf, dtype=c.dtype, device=c.device).triu_(1)
     reach = c.exp()
-    if segments is not None:
-        other = segments[..., :, None] != segments[..., None, :]
-        hidden = hidden.masked_fill(other, -torch.inf)[:, :, None]
-        before = F.pad(segments[:-1, :, -1], (0, 0, 1, 0))  # segment of the token before; 0: the initial state's
-        reach = reach * (segments == before[..., None])[:, :, None]
+    if visible is not None:
+        hidden = hidden.masked_fill(~visible.same, -torch.inf)[:, :, None]
+        reach = reach * visible.reads[:, :, None]
     # Masked before exp: above the diagonal it would overflow.
     decay = (c[..., :, None] - c[..., None, :]).add_(hidden).exp_().view(-1, L, L)
     reach = reach.view(-1, L, 1)
@@ -253,18 +245,6 @@ def _scale(stacked: Tensor, factor: Tensor) -> Tensor:
     """Both halves of [m, 2 L, X] times factor [m, L, X or 1], in place."""
     stacked.view(len(factor), 2, -1, stacked.shape[-1]).mul_(factor[:, None])
     return stacked
-
-
-def _split(x: Tensor, L: int) -> Tensor:
-    """[B, N L, H, X] as [N, B, H, L, X], a view."""
-    B, T, H, X = x.shape
-    return x.reshape(B, T // L, L, H, X).permute(1, 0, 3, 2, 4)
-
-
-def _join(x: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """[m, L, X] as [B, N L, H, X], the inverse of `_split`."""
-    N, B, H, L = shape
-    return x.view(N, B, H, L, -1).permute(1, 0, 3, 2, 4).reshape(B, N * L, H, -1)
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, layout: Layout | None) -> list[Tensor]:

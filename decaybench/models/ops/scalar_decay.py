@@ -14,9 +14,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from decaybench.core.positions import Layout
+from decaybench.models.ops.chunks import (
+    Visible,
+    chunks,
+    chunks_of_heads,
+    fill_last_chunk,
+    product_into,
+    tokens_of_heads,
+)
 from decaybench.models.ops.precision import (
     at_least_float32,
     bounded_log_decay,
@@ -111,16 +118,11 @@ def scalar_decay_chunked(
     """
     dtype = v.dtype
     q, k, v, log_decay = _prepare(q, k, v, log_decay, layout)
-    B, T = v.shape[:2]
+    T = v.shape[1]
     L = min(chunk_size, T)
-    segments = None if layout is None or layout.segments is None else layout.segments.expand(B, T)
-    if extra := -T % L:  # zero keys and zero log-decays: identity steps behind the last token
-        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, extra)) for x in (q, k, v))
-        log_decay = F.pad(log_decay, (0, 0, 0, extra))
-        if segments is not None:
-            segments = torch.cat([segments, segments[:, -1:].expand(B, extra)], dim=1)
+    (q, k, v, log_decay), visible = fill_last_chunk(L, layout, q, k, v, log_decay)
     start = None if initial_state is None else initial_state.to(v.dtype)
-    o, final = _Chunked.apply(q, k, v, log_decay, start, segments, L, output_final_state)  # type: ignore[no-untyped-call]
+    o, final = _Chunked.apply(q, k, v, log_decay, start, visible, L, output_final_state)  # type: ignore[no-untyped-call]
     return o[:, :T].to(dtype), final
 
 
@@ -135,9 +137,9 @@ class _Chunked(torch.autograd.Function):
 
     c_i multiplies all that o_i holds, and -c_j all that v_j goes into, so the gradient of c needs no pass over D:
     dc_i = o_i . do_i - v_i . dv_i, and c_end gets S_{n+1} . dS_{n+1} beside.
-    q, k: [B, T, G, K]; v: [B, T, H, V]; log_decay: [B, T, H]; start: [B, H, K, V] or None; segments: int64 [B, T] or
-    None; T a multiple of L. Returns o like v and, where `keep` asks for it, the final state. Inside, chunks come first
-    ([N, B, L, ...]): the states of all chunks but the first or the last then lie in one piece.
+    q, k: [B, T, G, K]; v: [B, T, H, V]; log_decay: [B, T, H]; start: [B, H, K, V] or None; T a multiple of L. Returns o
+    like v and, where `keep` asks for it, the final state. Inside, chunks come first ([N, B, L, ...]): the states of all
+    chunks but the first or the last then lie in one piece.
     """
 
     @staticmethod
@@ -148,15 +150,15 @@ class _Chunked(torch.autograd.Function):
         v: Tensor,
         log_decay: Tensor,
         start: Tensor | None,
-        segments: Tensor | None,
+        visible: Visible | None,
         L: int,
         keep: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        q, k = (_chunks(x, L).transpose(2, 3).contiguous() for x in (q, k))  # [N, B, G, L, K]
-        v = _chunks(v, L)
+        q, k = (chunks_of_heads(x, L).contiguous() for x in (q, k))  # [N, B, G, L, K]
+        v = chunks(v, L)
         N, B, G, _, K = q.shape
         H, V = v.shape[3:]
-        decays = _decays(_chunks(log_decay, L), None if segments is None else _chunks(segments, L))
+        decays = _decays(chunks(log_decay, L), visible)
 
         # 1. inside a chunk
         scores = decays.hide(q @ k.mT)
@@ -169,7 +171,7 @@ class _Chunked(torch.autograd.Function):
         written = _grouped(v[:M] * decays.weight[:M, ..., None], G)
         states = q.new_empty(M + 1, B, G, K, H // G * V)
         states[0] = 0.0 if start is None else _grouped_state(start, G)
-        _product_into(states[1:], k[:M].mT, written)
+        product_into(states[1:], k[:M].mT, written)
         carry = _per_channel(decays.carry, G, V)
         for n in range(M):
             states[n + 1].addcmul_(carry[n], states[n])
@@ -200,7 +202,7 @@ def _gradients(saved: tuple[Tensor, ...], first: int, do: Tensor, dfinal: Tensor
     N, B, G, L, _ = q.shape
     H, V = v_heads.shape[2], v_heads.shape[4]
     M = len(written)
-    do_chunks = _chunks(do, L)
+    do_chunks = chunks(do, L)
 
     # 1. inside a chunk
     do_heads = do_chunks.transpose(2, 3).contiguous()
@@ -217,14 +219,8 @@ def _gradients(saved: tuple[Tensor, ...], first: int, do: Tensor, dfinal: Tensor
     if first < N:
         dread = _grouped(do_chunks[first:] * decays.reach[first:, ..., None], G)
         dq[first:] += dread @ states[first:N].mT
-        _product_into(dstates[first:N], q[first:].mT, dread)
-    carry = _per_channel(decays.carry, G, V)
-    dc_end = q.new_empty(M, B, H)
-    scratch = torch.empty_like(states[0])
-    for n in reversed(range(M)):
-        torch.mul(states[n + 1], dstates[n + 1], out=scratch)
-        dc_end[n] = scratch.sum(2).view(B, H, V).sum(2)
-        dstates[n].addcmul_(carry[n], dstates[n + 1])
+        product_into(dstates[first:N], q[first:].mT, dread)
+    dc_end = _scan_back(states, dstates, decays.carry)
 
     # 3. what was written to the states
     dv = do.new_empty(B, N, L, H, V)
@@ -235,12 +231,29 @@ def _gradients(saved: tuple[Tensor, ...], first: int, do: Tensor, dfinal: Tensor
         dwritten = _ungrouped(k[:M] @ dstates[1:], H).mul_(decays.weight[:M, ..., None])
         torch.add(dv_inside[:M], dwritten, out=dv_chunks[:M])
 
-    dc = _chunks((o * do).sum(-1), L) - (v_heads.transpose(2, 3) * dv_chunks).sum(-1)
+    dc = chunks((o * do).sum(-1), L) - (v_heads.transpose(2, 3) * dv_chunks).sum(-1)
     dc[:M, :, -1] += dc_end
     dlog_decay = dc.flip(2).cumsum(2).flip(2)
-    dq, dk, dlog_decay = (x.transpose(0, 1).flatten(1, 2) for x in (dq.transpose(2, 3), dk.transpose(2, 3), dlog_decay))
     dstart = None if first else _state_of_heads(dstates[0], H)
-    return dq, dk, dv.flatten(1, 2), dlog_decay, dstart, None, None, None
+    dq, dk, dv = tokens_of_heads(dq), tokens_of_heads(dk), dv.flatten(1, 2)
+    return dq, dk, dv, dlog_decay.transpose(0, 1).flatten(1, 2), dstart, None, None, None
+
+
+def _scan_back(states: Tensor, dstates: Tensor, carry: Tensor) -> Tensor:
+    """From what each chunk reads of the state before it to all that the later ones do, in place in dstates.
+
+    states, dstates: [M + 1, B, G, K, (H/G) V]; carry: [N, B, H]. Returns S_{n+1} . dS_{n+1}, [M, B, H].
+    """
+    M, (B, G, _, width), H = len(states) - 1, states.shape[1:], carry.shape[2]
+    V = width * G // H
+    carry = _per_channel(carry, G, V)
+    products = states.new_empty(M, B, H)
+    scratch = torch.empty_like(states[0])
+    for n in reversed(range(M)):
+        torch.mul(states[n + 1], dstates[n + 1], out=scratch)
+        products[n] = scratch.sum(2).view(B, H, V).sum(2)
+        dstates[n].addcmul_(carry[n], dstates[n + 1])
+    return products
 
 
 class _Decays(NamedTuple):
@@ -263,21 +276,19 @@ class _Decays(NamedTuple):
         return scores if self.same is None else scores.masked_fill_(~self.same, 0.0)
 
 
-def _decays(log_decay: Tensor, segments: Tensor | None) -> _Decays:
-    """log_decay: [N, B, L, H]; segments: [N, B, L] or None."""
+def _decays(log_decay: Tensor, visible: Visible | None) -> _Decays:
+    """log_decay: [N, B, L, H]."""
     c = log_decay.cumsum(2)
     c_heads, c_end = c.transpose(2, 3).contiguous(), c[:, :, -1]
     # Bounded before exp: above the diagonal it would overflow.
     inside = (c_heads[..., :, None] - c_heads[..., None, :]).clamp_(max=0.0).exp_()
     reach, weight, carry = c.exp(), (c_end[:, :, None] - c).exp_(), c_end.exp()
-    if segments is None:
+    if visible is None:
         return _Decays(inside, reach, weight, carry, None)
-    last = segments[:, :, -1]
-    before = torch.cat([torch.zeros_like(last[:1]), last[:-1]])  # of the token before; 0: the initial state's
-    reach = reach * (segments == before[..., None])[..., None]
-    weight = weight * (segments == last[..., None])[..., None]
-    carry = carry * (last == before)[..., None]
-    return _Decays(inside, reach, weight, carry, (segments[..., :, None] == segments[..., None, :])[:, :, None])
+    reach = reach * visible.reads[..., None]
+    weight = weight * visible.writes[..., None]
+    carry = carry * visible.passes[..., None]
+    return _Decays(inside, reach, weight, carry, visible.same[:, :, None])
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, layout: Layout | None) -> tuple[Tensor, ...]:
@@ -289,22 +300,12 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, layout: Layout 
     return q, k, v, bounded_log_decay(log_decay)
 
 
-def _chunks(x: Tensor, L: int) -> Tensor:
-    return torch.unflatten(x, 1, (-1, L)).transpose(0, 1)  # [B, N L, ...] -> [N, B, L, ...]
-
-
 def _grouped(x: Tensor, G: int) -> Tensor:
     return torch.unflatten(x, 3, (G, -1)).flatten(4).transpose(2, 3)  # [N, B, L, H, V] -> [N, B, G, L, (H/G) V]
 
 
 def _ungrouped(x: Tensor, H: int) -> Tensor:
     return torch.unflatten(x.transpose(2, 3).flatten(3), 3, (H, -1))  # [N, B, G, L, (H/G) V] -> [N, B, L, H, V]
-
-
-def _product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out = a @ b, batch by batch, without a buffer between."""
-    if len(out):
-        torch.bmm(a.flatten(0, 2), b.flatten(0, 2), out=out.flatten(0, 2))
 
 
 def _grouped_state(state: Tensor, G: int) -> Tensor:

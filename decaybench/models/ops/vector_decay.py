@@ -14,9 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from decaybench.core.positions import Layout
+from decaybench.models.ops.chunks import (
+    Visible,
+    add_product,
+    chunks_of_heads,
+    fill_last_chunk,
+    product_into,
+    tokens_of_heads,
+)
 from decaybench.models.ops.decayed_scores import decayed_scores, decayed_scores_backward
 from decaybench.models.ops.precision import (
     at_least_float32,
@@ -110,17 +117,10 @@ def vector_decay_chunked(
     give the same result.
     """
     dtype = v.dtype
-    q, k, v, log_decay = _prepare(q, k, v, log_decay, layout)
-    B, T = v.shape[:2]
+    T = v.shape[1]
     L = 1 << (min(chunk_size, T) - 1).bit_length()
-    N = -(-T // L)
-    segments = None if layout is None or layout.segments is None else layout.segments.expand(B, T)
-    if N * L != T:  # zero keys and zero log-decays: identity steps behind the last token
-        extra = N * L - T
-        q, k, v, log_decay = (F.pad(x, (0, 0, 0, 0, 0, extra)) for x in (q, k, v, log_decay))
-        if segments is not None:
-            segments = torch.cat([segments, segments[:, -1:].expand(B, extra)], dim=1)
-    o, state = _Chunked.apply(q, k, v, log_decay, initial_state, segments, L, output_final_state)  # type: ignore[no-untyped-call]
+    inputs, visible = fill_last_chunk(L, layout, *_prepare(q, k, v, log_decay, layout))
+    o, state = _Chunked.apply(*inputs, initial_state, visible, L, output_final_state)  # type: ignore[no-untyped-call]
     return o[:, :T].to(dtype), state
 
 
@@ -128,8 +128,8 @@ class _Chunked(torch.autograd.Function):
     """Inside chunks o = scores v + (q since_start) S, from chunk to chunk S' = decay S + (k until_end)^T v.
 
     Written with its gradient, in which the log-decays come almost free (see `decayed_scores_backward`).
-    q, k, v, log_decay, initial_state: as `vector_decay`, T a multiple of L, the tokens of a chunk; segments: int64
-    [B, T] or None. Returns o and, where `keep` asks for it, the final state.
+    q, k, v, log_decay, initial_state: as `vector_decay`, T a multiple of L, the tokens of a chunk. Returns o and, where
+    `keep` asks for it, the final state.
     """
 
     @staticmethod
@@ -140,38 +140,38 @@ class _Chunked(torch.autograd.Function):
         v: Tensor,
         log_decay: Tensor,
         initial_state: Tensor | None,
-        segments: Tensor | None,
+        visible: Visible | None,
         L: int,
         keep: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        q, k, v, log_decay = (_into_chunks(x, L) for x in (q, k, v, log_decay))
+        q, k, v, log_decay = (_in_chunks(x, L) for x in (q, k, v, log_decay))
         N, B, H, _, K = q.shape
         whole = log_decay.sum(3).exp()  # [N, B, H, K]; since's last row would add up rounding from chunk to chunk
         decay = log_decay.exp_()
         scores, since, until = decayed_scores(q[:, :, :, None], k[:, :, :, None], decay)
         scores = scores.view(N, B, H, L, L)
         pairs = None
-        if segments is not None:
-            pairs, reads, writes, passes = _visible(segments.view(B, N, L).transpose(0, 1))
+        if visible is not None:
+            pairs = visible.same[:, :, None]
             scores *= pairs
-            since *= reads
-            until *= writes
-            whole *= passes
+            since *= visible.reads[:, :, None, :, None]
+            until *= visible.writes[:, :, None, :, None]
+            whole *= visible.passes[:, :, None, None]
 
         # The state before each chunk that reads one, and after the last if asked for: M chunks write to it.
         M = N if keep else N - 1
         first = 1 if initial_state is None else 0  # the first chunk that has anything before it
         states = v.new_empty(M + 1, B, H, K, v.shape[-1])
         states[0] = 0.0 if initial_state is None else initial_state
-        _product_into(states[1:], (k[:M] * until[:M]).mT, v[:M])
+        product_into(states[1:], (k[:M] * until[:M]).mT, v[:M])
         for n in range(M):
             states[n + 1].addcmul_(whole[n, ..., None], states[n])
 
         o = scores @ v
-        _add_product(o[first:], q[first:] * since[first:], states[first:N])
+        add_product(o[first:], q[first:] * since[first:], states[first:N])
         ctx.save_for_backward(q, k, v, decay, whole, scores, since, until, states, pairs)
         ctx.first, ctx.initial_dtype = first, None if initial_state is None else initial_state.dtype
-        return _out_of_chunks(o), states[N].clone() if keep else None
+        return tokens_of_heads(o), states[N].clone() if keep else None
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -187,19 +187,19 @@ def _gradients(saved: tuple[Tensor, ...], first: int, do: Tensor, dfinal: Tensor
     q, k, v, decay, whole, scores, since, until, states, pairs = saved
     N, _, _, L, _ = q.shape
     M = len(states) - 1
-    do = _into_chunks(do, L)
+    do = _in_chunks(do, L)
 
     # dstates[n] is the gradient of the state before chunk n: what the chunk reads of it, and what it leaves of it
     dstates = torch.empty_like(states)
     dstates[:first] = 0.0
     if dfinal is not None:
         dstates[N] = dfinal
-    _product_into(dstates[first:N], (q[first:] * since[first:]).mT, do[first:])
+    product_into(dstates[first:N], (q[first:] * since[first:]).mT, do[first:])
     for n in reversed(range(M)):
         dstates[n].addcmul_(whole[n, ..., None], dstates[n + 1])
 
     dv = scores.mT @ do
-    _add_product(dv[:M], k[:M] * until[:M], dstates[1:])
+    add_product(dv[:M], k[:M] * until[:M], dstates[1:])
     dscores = do @ v.mT
     if pairs is not None:
         dscores *= pairs
@@ -210,43 +210,12 @@ def _gradients(saved: tuple[Tensor, ...], first: int, do: Tensor, dfinal: Tensor
     dsum = (q * dq).addcmul_(k, dk, value=-1)
     dsum[:M, ..., -1, :] += (states[1:] * dstates[1:]).sum(-1)
     dlog_decay = torch.ones(L, L, dtype=q.dtype, device=q.device).triu() @ dsum
-    return *(_out_of_chunks(x) for x in (dq, dk, dv, dlog_decay)), dstates[0]
+    return *(tokens_of_heads(x) for x in (dq, dk, dv, dlog_decay)), dstates[0]
 
 
-def _into_chunks(x: Tensor, L: int) -> Tensor:
+def _in_chunks(x: Tensor, L: int) -> Tensor:
     """x [B, T, H, K] as a fresh [N, B, H, L, K]."""
-    B, T, H, K = x.shape
-    return x.view(B, T // L, L, H, K).permute(1, 0, 3, 2, 4).clone(memory_format=torch.contiguous_format)
-
-
-def _out_of_chunks(x: Tensor) -> Tensor:
-    """The way back, [N, B, H, L, K] to [B, T, H, K]."""
-    return x.permute(1, 0, 3, 2, 4).flatten(1, 2)
-
-
-def _product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out = a @ b, without a buffer between."""
-    if len(out):
-        torch.bmm(a.flatten(0, 2), b.flatten(0, 2), out=out.flatten(0, 2))
-
-
-def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out += a @ b in one pass."""
-    if len(out):
-        flat = out.flatten(0, 2)
-        torch.baddbmm(flat, a.flatten(0, 2), b.flatten(0, 2), out=flat)
-
-
-def _visible(segments: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What documents let through: pairs of tokens, reads from before the chunk, writes to its end, the state itself.
-
-    segments: [N, B, L]. bool, to broadcast over [N, B, H, L, L], [N, B, H, L, K] (twice) and [N, B, H, K].
-    """
-    before = F.pad(segments[:-1, :, -1], (0, 0, 1, 0))  # segment of the token before the chunk; 0: the initial state's
-    pairs = segments[..., :, None] == segments[..., None, :]
-    reads, writes = segments == before[..., None], segments == segments[..., -1:]
-    passes = segments[..., -1] == before
-    return pairs[:, :, None], reads[:, :, None, :, None], writes[:, :, None, :, None], passes[:, :, None, None]
+    return chunks_of_heads(x, L).clone(memory_format=torch.contiguous_format)
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, layout: Layout | None) -> tuple[Tensor, ...]:
