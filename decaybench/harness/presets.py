@@ -45,7 +45,8 @@ class Preset:
 _SMOKE_MODELS = {name: models.preset("smoke", name) for name in models.PRESETS["smoke"]}
 _SMOKE_OTHERS: dict[str, Any] = {"d_model": 64, "n_layers": 2}
 # The best of 4e-3, 1e-2 and 2e-2 on samples of their own (docs/architectures.md).
-_SMOKE_RATES: dict[str, tuple[float, ...]] = {"rwkv7": (4e-3,), "retnet": (2e-2,), "*": (1e-2,)}
+_MQAR_RATES: dict[str, tuple[float, ...]] = {"mamba2": (2e-2,), "rwkv7": (4e-3,), "retnet": (2e-2,), "*": (1e-2,)}
+_NIAH_RATES: dict[str, tuple[float, ...]] = {"*": (1e-2,)}
 _WIDE = 8192
 
 
@@ -159,7 +160,7 @@ def _post(state: str, d_model: int, heads: int) -> Preset:
 PRESETS: dict[str, dict[str, Preset]] = {
     "mqar": {
         "smoke": Preset(
-            "two CPU cores, minutes: T = 128, tested at 1x to 8x", _SMOKE_MODELS, {}, _SMOKE_RATES, _SMOKE_OTHERS
+            "two CPU cores, minutes: T = 128, tested at 1x to 8x", _SMOKE_MODELS, {}, _MQAR_RATES, _SMOKE_OTHERS
         ),
         "zoology-iclr24-64": _iclr24(64, 4, 512),
         "zoology-iclr24-128": _iclr24(128, 8, 512),
@@ -175,7 +176,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
             "two CPU cores, minutes: T = 128, tested at 1x to 8x",
             _SMOKE_MODELS,
             {"training": {"steps": 800}},
-            _SMOKE_RATES,
+            _NIAH_RATES,
             _SMOKE_OTHERS,
         ),
     },
