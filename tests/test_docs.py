@@ -9,6 +9,7 @@ import pytest
 
 from decaybench.core.config import parse
 from decaybench.harness.model_info import state_elements
+from decaybench.harness.presets import preset_layer
 from decaybench.models.config import ModelConfig, preset
 from decaybench.models.language_model import build_model
 from decaybench.models.registry import architectures
@@ -16,6 +17,9 @@ from decaybench.models.registry import architectures
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
 BUILT_IN = {name: found for name, found in architectures().items() if found.mixer.startswith("decaybench.")}
+
+
+RATES = "Learning rates of preset smoke"
 
 
 def sections() -> dict[str, str]:
@@ -28,7 +32,17 @@ def plain(text: str) -> str:
 
 
 def test_every_architecture_has_its_section_and_no_other_has() -> None:
-    assert [name for name in sections() if name in BUILT_IN or "PoST" not in name] == list(BUILT_IN)
+    assert list(sections()) == ["PoST in all of them", RATES, *BUILT_IN]
+
+
+@pytest.mark.parametrize("name", [name for name, found in BUILT_IN.items() if found.addons])
+def test_the_table_of_learning_rates_says_what_the_preset_takes(name: str) -> None:
+    head = re.search(r"^\| \|(.+)\|$", sections()[RATES], re.MULTILINE)
+    row = re.search(rf"^\| {name}\b[^|]*\|(.+)\|$", sections()[RATES], re.MULTILINE)
+    assert head and row
+    columns = zip(head[1].split("|"), row[1].split("|"), strict=True)
+    (chosen,) = [rate for rate, cell in columns if "**" in cell]
+    assert preset_layer("mqar", "smoke", name)["training"]["learning_rate"] == float(chosen)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -67,7 +81,7 @@ def test_state_sizes_are_those_of_a_real_cache(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, found in BUILT_IN.items() if found.addons])
 @pytest.mark.parametrize("variant", ["paper", "minimal"])
 def test_the_table_of_spectra_is_where_they_start(name: str, variant: str) -> None:
-    (row,) = re.findall(rf"^\| {name} \|(.*)\|$", PAGE, re.MULTILINE)
+    (row,) = re.findall(rf"^\| {name} \|(.*)\|$", sections()["PoST in all of them"], re.MULTILINE)
     _, paper, minimal = (entry.strip() for entry in row.split("|"))
     said = paper if variant == "paper" or minimal == "the same" else minimal
     T = 512
