@@ -21,6 +21,7 @@ TINY = (
     *("--train-length", "32", "--eval-lengths", "1x,2x", "--samples", "8"),
     *("--set", "model.d_model=16", "--set", "model.mixer.headdim=8", "--set", "model.mixer.d_state=8"),
     *("--set", "training.steps=12", "--set", "training.batch_tokens=128", "--set", "training.warmup=2"),
+    *("--set", "training.learning_rate=0.01"),
 )
 NIAH = ("niah", *TINY, "--depths", "0,0.5,1")
 MQAR = ("mqar", *TINY)
