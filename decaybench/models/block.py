@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
-
+from decaybench.models.addons.bft import make_residual
 from decaybench.models.branch import Branch, Context, Mixer, Place
 from decaybench.models.config import ModelConfig
 from decaybench.models.ffn import make_ffn
 from decaybench.models.module import LayerNorm, Module, RMSNorm
 from decaybench.models.registry import get_architecture
+from decaybench.models.residual import Stream
 from decaybench.models.state import LayerState
 
 
@@ -26,15 +26,19 @@ class Block(Module):
         self.mixer: Mixer = mixer_class(config.mixer, place)
         self.ffn_norm = make_norm(config) if config.ffn else None
         self.ffn: Branch | None = make_ffn(config.ffn, place) if config.ffn else None
+        self.residual = make_residual(config.bft, place, self.mixer.heads)
 
-    def forward(self, x: Tensor, context: Context, state: LayerState | None) -> tuple[Tensor, LayerState]:
-        y, mixer_state = self.mixer(self.norm(x), context, state.mixer if state else None)
-        x = x + y
-        ffn_state = None
+    def forward(self, stream: Stream, context: Context, state: LayerState | None) -> tuple[Stream, LayerState]:
+        x = self.norm(stream.hidden)
+        observer = self.residual.observer(stream, x, context, state.residual if state else None)
+        y, mixer_state = self.mixer(x, context, state.mixer if state else None, observer)
+        stream = self.residual.update(stream, y, observer, self.mixer)
+        y, ffn_state = None, None
         if self.ffn is not None and self.ffn_norm is not None:
-            y, ffn_state = self.ffn(self.ffn_norm(x), context, state.ffn if state else None)
-            x = x + y
-        return x, LayerState(mixer_state, ffn_state)
+            x = self.ffn_norm(stream.hidden)
+            y, ffn_state = self.ffn(x, context, state.ffn if state else None, observer)
+        stream = self.residual.predict(stream, y, observer, self.ffn_norm)
+        return stream, LayerState(mixer_state, ffn_state, self.residual.state(observer))
 
 
 def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:

@@ -7,6 +7,7 @@ channel_mix: W_out ReLU(W_in (x + (x_{t-1} - x) * x_k))^2         (RWKV-7, arXiv
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decaybench.core.config import Config
-from decaybench.models.branch import Branch, Context, Place
+from decaybench.models.branch import Branch, Context, Observer, Place
 from decaybench.models.module import DrawsFor, Linear, OrthogonalLinear
+from decaybench.models.ops.precision import at_least_float32, keeps_precision
 from decaybench.models.ops.token_shift import last_token, token_shift
 
 Kind = Literal["mlp", "swiglu", "channel_mix"]
@@ -55,8 +57,13 @@ class Ffn(Branch):
         self.in_proj = Linear(place.d_model, 2 * hidden if self.gated else hidden)
         self.out_proj = Linear(hidden, place.d_model, shrink=place.shrink)
 
-    def forward(self, x: Tensor, context: Context, state: None) -> tuple[Tensor, None]:
+    def forward(
+        self, x: Tensor, context: Context, state: None, observer: Observer | None = None
+    ) -> tuple[Tensor, None]:
         hidden = self.in_proj(x)
+        if observer is not None and observer.wants_dynamics:
+            jacobian = swiglu_jacobian if self.gated else mlp_jacobian
+            observer.dynamics(jacobian(hidden, self.in_proj.weight, self.out_proj.weight))
         if self.gated:
             gate, up = hidden.chunk(2, dim=-1)
             return self.out_proj(F.silu(gate) * up), None
@@ -90,8 +97,45 @@ class ChannelMix(Branch):
         self.x_k.copy_(1 - (torch.arange(D) / D) ** remaining**4)
 
     def forward(
-        self, x: Tensor, context: Context, state: ChannelMixState | None
+        self, x: Tensor, context: Context, state: ChannelMixState | None, observer: Observer | None = None
     ) -> tuple[Tensor, ChannelMixState | None]:
         difference, inputs = token_shift(x, context.layout, state.last if state else None)
-        y = self.out_proj(F.relu(self.in_proj(torch.addcmul(x, difference, self.x_k.to(x.dtype)))).square())
+        hidden = F.relu(self.in_proj(torch.addcmul(x, difference, self.x_k.to(x.dtype))))
+        if observer is not None and observer.wants_dynamics:
+            through = channel_mix_jacobian(hidden, self.in_proj.weight, self.out_proj.weight)
+            observer.dynamics(through * (1 - self.x_k))
+        y = self.out_proj(hidden.square())
         return y, ChannelMixState(last_token(inputs, context.layout)) if context.keep_state else None
+
+
+@keeps_precision
+def mlp_jacobian(hidden: Tensor, W_in: Tensor, W_out: Tensor) -> Tensor:
+    """The diagonal of d y / d x, sum_k W_out[i, k] GELU'(hidden_k) W_in[k, i]; hidden = W_in x.
+
+    hidden: [B, T, M]; W_in: [M, D]; W_out: [D, M]. Returns float32 (float64 stays) [B, T, D], as the two below.
+    """
+    hidden = at_least_float32(hidden)
+    density = torch.exp(-0.5 * hidden.square()) / math.sqrt(2 * math.pi)
+    return _along(torch.addcmul(torch.special.ndtr(hidden), hidden, density), W_in, W_out)
+
+
+@keeps_precision
+def swiglu_jacobian(hidden: Tensor, W_in: Tensor, W_out: Tensor) -> Tensor:
+    """The same for W_out (SiLU(gate) * up), with (gate, up) = hidden [B, T, 2 M] and W_in [2 M, D]."""
+    gate, up = at_least_float32(hidden).chunk(2, dim=-1)
+    W_gate, W_up = W_in.chunk(2)
+    share = torch.sigmoid(gate)
+    silu = gate * share
+    slope = (share + silu * (1 - share)) * up
+    return _along(slope, W_gate, W_out) + _along(silu, W_up, W_out)
+
+
+@keeps_precision
+def channel_mix_jacobian(hidden: Tensor, W_in: Tensor, W_out: Tensor) -> Tensor:
+    """The same for W_out ReLU(.)^2, with hidden after the ReLU, and with respect to what W_in reads."""
+    return _along(2 * at_least_float32(hidden), W_in, W_out)
+
+
+def _along(slope: Tensor, W_in: Tensor, W_out: Tensor) -> Tensor:
+    """sum_k W_out[i, k] slope_k W_in[k, i], [B, T, D]."""
+    return F.linear(slope, W_out.to(slope.dtype) * W_in.to(slope.dtype).T)

@@ -16,11 +16,13 @@ from torch.nn import functional as F
 
 from decaybench.core.names import unknown
 from decaybench.core.positions import Layout, check_positions, compaction
+from decaybench.models.addons.bft import InitialPrecision
 from decaybench.models.block import Block, make_norm
-from decaybench.models.branch import Context
+from decaybench.models.branch import Context, LayerTrace
 from decaybench.models.config import ModelConfig
 from decaybench.models.module import Embedding, Linear, Module, initialise
 from decaybench.models.registry import get_architecture
+from decaybench.models.residual import Stream
 from decaybench.models.state import ModelState
 
 
@@ -40,6 +42,9 @@ class LanguageModel(Module):
         self.config, self.backend = config, backend
         self.embedding = Embedding(config.vocab_size, config.d_model)
         self.embedding_norm = make_norm(config) if config.embedding_norm else None
+        self.precision = None
+        if config.bft is not None and config.bft.carries:
+            self.precision = InitialPrecision(config.bft, config.vocab_size, config.d_model)
         self.blocks = torch.nn.ModuleList(Block(config, layer, backend) for layer in range(config.n_layers))
         self.norm = make_norm(config)
         self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size)
@@ -89,6 +94,26 @@ class LanguageModel(Module):
         return Output(output.logits[:, 0], output.state)
 
     @torch.no_grad()
+    def trace(self, tokens: Tensor, *, piece: int = 4096) -> list[LayerTrace]:
+        """What the residual of each layer did while reading tokens [B, T]; empty for a plain residual.
+
+        Longer rows than `piece` tokens are read piece by piece through the state.
+        """
+        traced: list[list[LayerTrace]] = []
+        state = None
+        for start in range(0, tokens.shape[1], piece):
+            found: list[LayerTrace] = []
+            more = start + piece < tokens.shape[1]
+            _, state = self._hidden(tokens[:, start : start + piece], None, state, more, found)
+            traced.append(found)
+        return [LayerTrace.joined(parts) for parts in zip(*traced, strict=True)]
+
+    @torch.no_grad()
+    def initial_precision(self, tokens: Tensor) -> Tensor | None:
+        """lambda of the embedding, the mean over D, float32 [B, T], for tokens [B, T]; None where none is carried."""
+        return None if self.precision is None else self.precision(tokens, self._embed(tokens)).reciprocal().mean(-1)
+
+    @torch.no_grad()
     def generate(
         self,
         tokens: Tensor,
@@ -115,7 +140,12 @@ class LanguageModel(Module):
         return torch.stack(new, dim=1) if new else tokens[:, :0]
 
     def _hidden(
-        self, tokens: Tensor, positions: Tensor | None, state: ModelState | None, output_state: bool
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        state: ModelState | None,
+        output_state: bool,
+        trace: list[LayerTrace] | None = None,
     ) -> tuple[Tensor, ModelState | None]:
         B, T = tokens.shape
         if T == 0:
@@ -135,13 +165,14 @@ class LanguageModel(Module):
         else:
             layout = Layout.fresh(T, tokens.device)
 
-        context = Context(layout, keep_state=output_state)
+        context = Context(layout, keep_state=output_state, trace=trace)
         x = self._embed(tokens)
+        stream = Stream(x, None if self.precision is None else self.precision(tokens, x))
         layers = []
         for n, block in enumerate(self.blocks):
-            x, layer = block(x, context, state.layers[n] if state else None)
+            stream, layer = block(stream, context, state.layers[n] if state else None)
             layers.append(layer)
-        x = self.norm(x)
+        x = self.norm(stream.hidden)
         if order is not None:
             x = torch.empty_like(x).scatter(1, order[..., None].expand_as(x), x)
         if not output_state:

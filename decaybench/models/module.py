@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decaybench.core.hashing import key64
+from decaybench.models.ops.precision import at_least_float32
 from decaybench.models.ops.rms_norm import rms_norm
 
 DrawsFor = Callable[[str], torch.Generator]
@@ -161,6 +162,12 @@ class RMSNorm(Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps, self.groups)
 
+    def slope(self, x: Tensor) -> Tensor:
+        """weight / rms, float32 in x's shape: the derivative where the rms is taken for a constant."""
+        parts = at_least_float32(x).reshape(*x.shape[:-1], self.groups, -1)
+        r = torch.rsqrt(parts.square().mean(-1, keepdim=True) + self.eps)
+        return (r * self.weight.view(self.groups, -1)).reshape(x.shape)
+
 
 class LayerNorm(Module):
     """(x - mean) / std * weight + bias over the last dimension, or each of `groups` parts of it, in float32.
@@ -189,6 +196,12 @@ class LayerNorm(Module):
         parts = wide.reshape(*x.shape[:-1], self.groups, x.shape[-1] // self.groups)
         parts = F.layer_norm(parts, parts.shape[-1:], eps=self.eps)
         return torch.addcmul(self.bias, parts.reshape(x.shape), self.weight).to(x.dtype)
+
+    def slope(self, x: Tensor) -> Tensor:
+        """weight / std, float32 in x's shape: the derivative where mean and std are taken for constants."""
+        parts = at_least_float32(x).reshape(*x.shape[:-1], self.groups, -1)
+        r = torch.rsqrt(parts.var(-1, correction=0, keepdim=True) + self.eps)
+        return (r * self.weight.view(self.groups, -1)).reshape(x.shape)
 
 
 @dataclass(frozen=True)

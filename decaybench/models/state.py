@@ -12,10 +12,11 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class LayerState:
-    """One block's state. mixer, ffn: the branch's own state, or None if it keeps nothing."""
+    """One block's state. mixer, ffn, residual: each part's own state, or None if it keeps nothing."""
 
     mixer: Any
     ffn: Any
+    residual: Any = None
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
 from decaybench.core.config import Config
 from decaybench.core.errors import UserError
 from decaybench.core.positions import Layout
-from decaybench.models.branch import Context, Mixer, Place
+from decaybench.models.branch import Context, Mixer, Observer, Place
 from decaybench.models.module import Linear
 from decaybench.models.ops.rotary import rotary
+from decaybench.models.ops.softmax_attention import softmax_attention
 
 
 class AttentionConfig(Config):
@@ -51,13 +51,13 @@ class Attention(Mixer):
 
     def __init__(self, config: AttentionConfig, place: Place) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.heads = config, config.n_heads
         self.head_dim = config.head_dim(place.d_model)
         self.qkv_proj = Linear(place.d_model, 3 * place.d_model)
         self.out_proj = Linear(place.d_model, place.d_model, shrink=place.shrink)
 
     def forward(
-        self, x: Tensor, context: Context, state: AttentionState | None
+        self, x: Tensor, context: Context, state: AttentionState | None, observer: Observer | None = None
     ) -> tuple[Tensor, AttentionState | None]:
         B, T, D = x.shape
         layout = context.layout
@@ -68,10 +68,11 @@ class Attention(Mixer):
         if state is not None:
             k, v = torch.cat([state.k.to(k.dtype), k], dim=1), torch.cat([state.v.to(v.dtype), v], dim=1)
             cached = AttentionState(k, v, torch.cat([state.positions, cached.positions], dim=1))
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        y = self.out_proj(o.transpose(1, 2).reshape(B, T, D))
-        return y, _forget_earlier_documents(cached, layout) if context.keep_state else None
+        attend = softmax_attention if observer is None else observer.attend
+        y = attend(q, k, v, mask).reshape(B, T, D)
+        if observer is not None:
+            y = observer.output(y)
+        return self.out_proj(y), _forget_earlier_documents(cached, layout) if context.keep_state else None
 
 
 def _visible(layout: Layout, batch: int, state: AttentionState | None) -> Tensor | None:

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from decaybench.core.config import Config
 from decaybench.core.errors import UserError
 from decaybench.models.addons.post import make_spectrum
-from decaybench.models.branch import Context, Mixer, Place
+from decaybench.models.branch import Context, Mixer, Observer, Place
 from decaybench.models.mixers.parts import MemoryState, ShortConv, initial_dt_bias, split_heads
 from decaybench.models.module import DrawsFor, Linear, RMSNorm, uniform_
 from decaybench.models.ops.gated_delta_rule import DEFAULT_CHUNK, gated_delta_rule
@@ -67,7 +67,8 @@ class GatedDeltaNet(Mixer):
     def __init__(self, config: GatedDeltaNetConfig, place: Place) -> None:
         super().__init__()
         self.config, self.backend = config, place.backend
-        H, K, V = config.n_heads, config.head_dim, config.value_dim()
+        self.heads = H = config.n_heads
+        K, V = config.head_dim, config.value_dim()
         convolved = H * (2 * K + V)
         self.value_dim, self.projected = V, [convolved, H, H, *([H * V] if config.output_gate else [])]
         self.in_proj = Linear(place.d_model, sum(self.projected))
@@ -94,7 +95,9 @@ class GatedDeltaNet(Mixer):
         uniform_(A, *_A_RANGE, draws)
         return A.clamp(min=_A_FLOOR).log()
 
-    def forward(self, x: Tensor, context: Context, state: MemoryState | None) -> tuple[Tensor, MemoryState | None]:
+    def forward(
+        self, x: Tensor, context: Context, state: MemoryState | None, observer: Observer | None = None
+    ) -> tuple[Tensor, MemoryState | None]:
         c, layout = self.config, context.layout
         H, K, V = c.n_heads, c.head_dim, self.value_dim
         qkv, a, b, *z = self.in_proj.parts(x, *self.projected)
@@ -106,14 +109,18 @@ class GatedDeltaNet(Mixer):
         q, k = torch.split(unit, H, dim=2)
 
         # Decays in float32: dt_bias and the spectrum are, and promotion carries dt along.
-        dt = F.softplus(a + self.dt_bias)
-        beta = at_least_float32(b).sigmoid()
+        v = split_heads(v, H)
+        log_decay = -self.spectrum.log_rate(layout.positions).exp() * F.softplus(a + self.dt_bias)
+        logit = at_least_float32(b)
+        if observer is not None and (log_w := observer.log_reliability(v, logit.sigmoid(), log_decay)) is not None:
+            logit = logit + log_w  # as in a Kalman filter the gain moves in odds: it never leaves (0, 1)
+        beta = logit.sigmoid()
         o, memory = gated_delta_rule(
             q * K**-0.5,
             k,
-            split_heads(v, H),
+            v,
             2 * beta if c.negative_eigenvalues else beta,
-            -self.spectrum.log_rate(layout.positions).exp() * dt,
+            log_decay,
             initial_state=state.memory if state else None,
             output_final_state=context.keep_state,
             layout=layout,
@@ -121,8 +128,13 @@ class GatedDeltaNet(Mixer):
             backend=self.backend,
         )
         y = self.norm(o).flatten(2)
-        if z:
-            y = y * F.silu(z[0])
+        gate = F.silu(z[0]) if z else None
+        if gate is not None:
+            y = y * gate
+        if observer is not None:
+            scale = self.norm.slope(o)
+            observer.read(o, scale if gate is None else scale * split_heads(gate, H))
+            y = observer.output(y)
         return self.out_proj(y), MemoryState.after(memory, inputs, layout, c.conv_width)
 
     def timescales(self, position: int) -> Tensor:

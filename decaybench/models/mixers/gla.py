@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from decaybench.core.config import Config
 from decaybench.core.errors import UserError
 from decaybench.models.addons.post import PostConfig, Spectrum, make_spectrum
-from decaybench.models.branch import Context, Mixer, Place
+from decaybench.models.branch import Context, Mixer, Observer, Place
 from decaybench.models.mixers.parts import MemoryState, ShortConv, initial_dt_bias, split_heads
 from decaybench.models.module import DrawsFor, Linear, Module, RMSNorm, uniform_
 from decaybench.models.ops.vector_decay import DEFAULT_CHUNK, vector_decay
@@ -86,7 +86,8 @@ class LinearAttention(Mixer):
     def __init__(self, config: LinearAttentionConfig, place: Place, gate: Gate) -> None:
         super().__init__()
         self.config, self.backend = config, place.backend
-        H, (K, V) = config.n_heads, config.head_dims(place.d_model)
+        self.heads = H = config.n_heads
+        K, V = config.head_dims(place.d_model)
         self.convolved, self.gated = H * (2 * K + V), H * V
         self.in_proj = Linear(place.d_model, self.convolved + self.gated)
         self.conv = ShortConv(self.convolved, config.conv_width, bias=False) if config.conv_width else None
@@ -94,7 +95,9 @@ class LinearAttention(Mixer):
         self.norm = RMSNorm(V, eps=_NORM_EPS)
         self.out_proj = Linear(self.gated, place.d_model, shrink=place.shrink)
 
-    def forward(self, x: Tensor, context: Context, state: MemoryState | None) -> tuple[Tensor, MemoryState | None]:
+    def forward(
+        self, x: Tensor, context: Context, state: MemoryState | None, observer: Observer | None = None
+    ) -> tuple[Tensor, MemoryState | None]:
         c, layout = self.config, context.layout
         H = c.n_heads
         qkv, g = self.in_proj.parts(x, self.convolved, self.gated)
@@ -104,18 +107,26 @@ class LinearAttention(Mixer):
             qkv = F.silu(qkv)
         qk, v = torch.split(qkv, [self.convolved - self.gated, self.gated], dim=-1)
         q, k = torch.split(split_heads(qk, 2 * H), H, dim=2)
+        values = v = split_heads(v, H)
+        log_decay = self.gate(x, layout.positions)
+        if observer is not None and (log_w := observer.log_reliability(v, None, log_decay)) is not None:
+            values = v * log_w.exp()[..., None]
         o, memory = self.gate.recurrence(
             *self.placed(q, k, layout.positions),
-            split_heads(v, H),
-            self.gate(x, layout.positions),
+            values,
+            log_decay,
             initial_state=state.memory if state else None,
             output_final_state=context.keep_state,
             layout=layout,
             chunk_size=c.chunk_size,
             backend=self.backend,
         )
-        y = self.out_proj(self.norm(o).flatten(2) * F.silu(g))
-        return y, MemoryState.after(memory, inputs, layout, c.conv_width)
+        gate = F.silu(g)
+        y = self.norm(o).flatten(2) * gate
+        if observer is not None:
+            observer.read(o, self.norm.slope(o) * split_heads(gate, H))
+            y = observer.output(y)
+        return self.out_proj(y), MemoryState.after(memory, inputs, layout, c.conv_width)
 
     def placed(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """q / sqrt(K) and k, [B, T, H, K], with what positions [B or 1, T] do to them: here nothing."""

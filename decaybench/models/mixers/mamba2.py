@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from decaybench.core.config import Config
 from decaybench.core.errors import UserError
 from decaybench.models.addons.post import make_spectrum
-from decaybench.models.branch import Context, Mixer, Place
+from decaybench.models.branch import Context, Mixer, Observer, Place
 from decaybench.models.mixers.parts import ShortConv, initial_dt_bias, inverse_softplus
 from decaybench.models.module import DrawsFor, Linear, RMSNorm, uniform_
 from decaybench.models.ops.scalar_decay import DEFAULT_CHUNK, scalar_decay
@@ -100,7 +100,9 @@ class Mamba2(Mixer):
         uniform_(A, *_A_RANGE, draws)
         return A.log()
 
-    def forward(self, x: Tensor, context: Context, state: Mamba2State | None) -> tuple[Tensor, Mamba2State | None]:
+    def forward(
+        self, x: Tensor, context: Context, state: Mamba2State | None, observer: Observer | None = None
+    ) -> tuple[Tensor, Mamba2State | None]:
         B, T, _ = x.shape
         c, layout = self.config, context.layout
         z, xBC, dt = self.in_proj.parts(x, self.inner, self.convolved, self.heads)
@@ -112,10 +114,13 @@ class Mamba2(Mixer):
         # Decays in float32: dt_bias and the spectrum are, and promotion carries dt along.
         dt = F.softplus(dt + self.dt_bias)
         log_decay = -self.spectrum.log_rate(layout.positions).exp() * dt
+        step = dt
+        if observer is not None and (log_w := observer.log_reliability(u, dt, log_decay)) is not None:
+            step = dt * log_w.exp()
         y, ssm = scalar_decay(
             C_.reshape(B, T, c.n_groups, c.d_state),
             B_.reshape(B, T, c.n_groups, c.d_state),
-            u * dt[..., None],
+            u * step[..., None],
             log_decay,
             initial_state=state.ssm if state else None,
             output_final_state=context.keep_state,
@@ -123,8 +128,13 @@ class Mamba2(Mixer):
             chunk_size=c.chunk_size,
             backend=self.backend,
         )
-        y = torch.addcmul(y, u, self.D[:, None]).reshape(B, T, self.inner).to(x.dtype)
-        y = self.out_proj(self.norm(y * F.silu(z)))
+        gate = F.silu(z)
+        gated = torch.addcmul(y, u, self.D[:, None]).reshape(B, T, self.inner).to(x.dtype) * gate
+        normed = self.norm(gated)
+        if observer is not None:
+            observer.read(y, (gate * self.norm.slope(gated)).view_as(y))
+            normed = observer.output(normed)
+        y = self.out_proj(normed)
         if ssm is None:
             return y, None
         return y, Mamba2State(conv_tail(inputs, layout, c.conv_width), ssm)

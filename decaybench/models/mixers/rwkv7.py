@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from decaybench.core.config import Config
 from decaybench.core.errors import UserError
 from decaybench.models.addons.post import make_spectrum
-from decaybench.models.branch import Context, Mixer, Place
+from decaybench.models.branch import Context, Mixer, Observer, Place
 from decaybench.models.mixers.parts import split_heads
 from decaybench.models.module import DrawsFor, LayerNorm, Module, OrthogonalLinear, orthogonal_
 from decaybench.models.ops.dplr import DEFAULT_CHUNK, dplr
@@ -136,19 +136,27 @@ class RWKV7(Mixer):
     def _initial_value_mix(self) -> Tensor:
         return 0.73 - 0.4 * self._linear()
 
-    def forward(self, x: Tensor, context: Context, state: RWKV7State | None) -> tuple[Tensor, RWKV7State | None]:
+    def forward(
+        self, x: Tensor, context: Context, state: RWKV7State | None, observer: Observer | None = None
+    ) -> tuple[Tensor, RWKV7State | None]:
         difference, inputs = token_shift(x, context.layout, state.last if state else None)
         x_r, x_w, x_k, x_v, x_a, x_g = (torch.addcmul(x, difference, getattr(self, c).to(x.dtype)) for c in _MIXES)
         r, k, v = (split_heads(y, self.heads) for y in (self.r_proj(x_r), self.k_proj(x_k), self._value(x_v, context)))
-        rate = split_heads(torch.sigmoid(self.rate(x_a)), self.heads).to(k.dtype)
         # In float32: the spectrum is, and promotion carries the LoRA's part along.
         log_decay = -_MAX_RATE * torch.sigmoid(self.spectrum.log_rate(context.layout.positions) + self.decay(x_w))
+        log_decay = split_heads(log_decay, self.heads)
+        logit = split_heads(self.rate(x_a), self.heads)
+        if observer is not None:
+            log_w = observer.log_reliability(v, torch.sigmoid(logit).mean(-1), log_decay)
+            if log_w is not None:
+                logit = logit + log_w[..., None]
+        rate = torch.sigmoid(logit).to(k.dtype)
 
         kk = F.normalize(k * self.k_k.view_as(self.r_k), dim=-1)
         k = k * (1 + (rate - 1) * self.k_a.view_as(self.r_k))
         o, wkv = dplr(
             r,
-            split_heads(log_decay, self.heads),
+            log_decay,
             k,
             v,
             -kk,
@@ -160,8 +168,12 @@ class RWKV7(Mixer):
             backend=self.place.backend,
         )
         bonus = (r * k * self.r_k).sum(-1, keepdim=True) * v
-        y = self.out_proj((self.norm(o.flatten(2)) + bonus.flatten(2)) * self.gate(x_g))
-        return y, None if wkv is None else RWKV7State(last_token(inputs, context.layout), wkv)
+        gate, flat = self.gate(x_g), o.flatten(2)
+        y = (self.norm(flat) + bonus.flatten(2)) * gate
+        if observer is not None:
+            observer.read(o, (self.norm.slope(flat) * gate).view_as(o))
+            y = observer.output(y)
+        return self.out_proj(y), None if wkv is None else RWKV7State(last_token(inputs, context.layout), wkv)
 
     def _value(self, x_v: Tensor, context: Context) -> Tensor:
         v: Tensor = self.v_proj(x_v)
