@@ -9,13 +9,14 @@ import ctypes
 import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from decaybench.core.errors import RunError, UserError
+from decaybench.harness.addons import ADDONS
 
 if TYPE_CHECKING:
     from decaybench.harness.run import Outcome
@@ -41,6 +42,13 @@ def _whole(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is not a whole number") from None
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number") from None
+
+
 _WHOLE: dict[str, Any] = {"parser": _whole, "metavar": "<int>"}  # Typer's own message doesn't say what it was given
 
 MODEL, ASKED, RUNNING = "Model and training", "Evaluation", "Running"
@@ -59,10 +67,13 @@ _INTERRUPTED = 130  # what Typer makes of Ctrl-C
 # What every task's command takes, in the order of the help.
 _FLAGS: dict[str, Any] = {
     "model": Annotated[str | None, _option(panel=MODEL, shown="mamba2", help="Architecture; `bench list` names them.")],
-    "post": Annotated[
-        bool,
-        _option("--post", panel=MODEL, help="With PoST, ordered position-adaptive decays (--set model.post.…)."),
-    ],
+    **{
+        name: Annotated[
+            bool,
+            _option(f"--{name}", panel=MODEL, help=f"With {addon.title}: {addon.description} (--set model.{name}.…)."),
+        ]
+        for name, addon in ADDONS.items()
+    },
     "preset": Annotated[
         str | None, _option(panel=MODEL, shown="smoke", help="Named settings; `bench list` names them.")
     ],
@@ -71,6 +82,16 @@ _FLAGS: dict[str, Any] = {
     ],
     "train_length": Annotated[
         int | None, _option(panel=MODEL, shown="by preset", help="Longest training length, tokens.", **_WHOLE)
+    ],
+    "label_noise": Annotated[
+        float | None,
+        _option(
+            panel=MODEL,
+            shown="0",
+            help="Share of training labels replaced by a wrong one; evaluation stays clean.",
+            parser=_number,
+            metavar="<share>",
+        ),
     ],
     "seed": Annotated[
         int | None, _option(panel=MODEL, shown="0", help="Seed of initial values and training data.", **_WHOLE)
@@ -113,6 +134,7 @@ _FLAGS: dict[str, Any] = {
 _KEYS = {
     "model": "model.name",
     "train_length": "task.train_length",
+    "label_noise": "training.label_noise",
     "seed": "seed",
     "checkpoint": "checkpoint",
     "eval_lengths": "evaluation.lengths",
@@ -126,24 +148,46 @@ _KEYS = {
 _LISTS = ("eval_lengths", "variants", "depths")
 
 
-def _add_task(task: str, what: str, **own: Any) -> None:
-    """A command that runs a task; own: the flags that it has beside the common ones."""
+def _add_task(task: str, what: str, others: dict[str, str] | None = None, **own: Any) -> None:
+    """A command that runs a task; own: its flags beside the common ones; others: the tasks that flags of it choose."""
 
     def command(**given: Any) -> None:
-        _run_task(task, given)
+        _run_task(next((name for flag, name in (others or {}).items() if given[flag]), task), given)
 
     flags = {**_FLAGS, **own}
     off = {name: False if get_args(kind)[0] is bool else None for name, kind in flags.items()}
     command.__doc__ = what
-    # Typer reads a command's flags off its signature: made here once, not written out for every task.
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=off[name], annotation=kind)
-            for name, kind in flags.items()
-        ]
-    )
-    command.__annotations__ = dict(flags)
-    app.command(task)(command)
+    app.command(task)(_with_flags(command, (_flag(name, kind, off[name]) for name, kind in flags.items())))
+
+
+def _with_addons(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with a flag for each add-on in the place of its parameter `addons`, the names of those given."""
+
+    def flagged(**given: Any) -> None:
+        command(addons=[name for name in ADDONS if given.pop(name)], **given)
+
+    flags: list[inspect.Parameter] = []
+    for own in inspect.signature(command, eval_str=True).parameters.values():
+        if own.name != "addons":
+            flags.append(_flag(own.name, own.annotation, own.default))
+            continue
+        for name, addon in ADDONS.items():
+            kind = Annotated[bool, typer.Option(f"--{name}", help=f"With {addon.title}: {addon.description}.")]
+            flags.append(_flag(name, kind, False))
+    flagged.__name__, flagged.__doc__ = command.__name__, command.__doc__
+    return _with_flags(flagged, flags)
+
+
+def _flag(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def _with_flags(command: Callable[..., None], flags: Iterable[inspect.Parameter]) -> Callable[..., None]:
+    """Typer reads a command's flags off its signature: made here, not written out for every task."""
+    signature = inspect.Signature(list(flags))
+    command.__signature__ = signature  # type: ignore[attr-defined]
+    command.__annotations__ = {name: flag.annotation for name, flag in signature.parameters.items()}
+    return command
 
 
 _add_task(
@@ -160,6 +204,16 @@ _add_task(
     variants=Annotated[
         str | None,
         _option(panel=ASKED, shown="capacity,persist", help="capacity (pairs grow with the length), persist."),
+    ],
+    others={"noisy_sources": "mqar-noisy"},
+    noisy_sources=Annotated[
+        bool,
+        _option(
+            "--noisy-sources",
+            panel=MODEL,
+            help="Task mqar-noisy: each key bound several times, by sources of which some are unreliable; "
+            "asked at 1x,2x,4x.",
+        ),
     ],
 )
 
@@ -203,9 +257,47 @@ def spectrum(
 
 
 @app.command()
+def precision(
+    runs: Annotated[list[Path], typer.Argument(help="Runs of one task, with BFT or a gate.", metavar="RUN...")],
+    eval_lengths: Annotated[
+        str | None,
+        typer.Option(
+            "--eval-lengths",
+            "--lengths",
+            help="Lengths of contexts: multiples of the training length (2x) or tokens (512).",
+            show_default="1x,2x,4x",
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Samples a length.", **_WHOLE)] = 32,
+    variant: Annotated[str | None, typer.Option(help="Variant of the task.", show_default="the run's first")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for figures and numbers.", show_default="RUN/precision, of several runs precision"),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """What BFT does while a model reads: gain, sample size and precision; several runs, or a gate, side by side."""
+    from decaybench.core.files import readable_json
+    from decaybench.harness.precision import draw_precision
+
+    lengths = None if eval_lengths is None else [part.strip() for part in eval_lengths.split(",")]
+    found = draw_precision(runs, out, lengths=lengths, samples=samples, variant=variant, device=device)
+    if json:
+        _write(readable_json(found.plain()))
+        return
+    _print(found)
+    for line in found.lines():
+        _print(line)
+    _print(f"figures and numbers in {found.folder}")
+
+
+@app.command()
+@_with_addons
 def selftest(
-    model: Annotated[str, typer.Option(help="Architecture, or all.")] = "mamba2",
-    post: Annotated[bool, typer.Option("--post", help="With PoST.")] = False,
+    model: Annotated[str, typer.Option(help="Architecture, or all with every add-on.")] = "mamba2",
+    *,
+    addons: list[str],
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Every check of every cell, not only those that are broken.")
@@ -218,7 +310,7 @@ def selftest(
     from decaybench.harness.selftest import check_models, plain
 
     show = None if json else _print
-    results = check_models(model, post=post, device=resolve_device(device), verbose=verbose, show=show)
+    results = check_models(model, addons, device=resolve_device(device), verbose=verbose, show=show)
     if json:
         _write(readable_json(plain(results)))
     failed = [check for checks in results.values() for check in checks if not check.passed]
@@ -227,11 +319,13 @@ def selftest(
 
 
 @app.command()
+@_with_addons
 def speed(
     model: Annotated[
         str, typer.Option(help="Architecture, several (mamba2,gla), or all with every add-on.")
     ] = "mamba2",
-    post: Annotated[bool, typer.Option("--post", help="With PoST beside it, both variants.")] = False,
+    *,
+    addons: list[str],
     shape: Annotated[str, typer.Option(help="Sizes: smoke or wide.")] = "smoke",
     settings: Annotated[
         list[str] | None,
@@ -261,7 +355,7 @@ def speed(
 
     report = measure_speed(
         model,
-        post=post,
+        addons=addons,
         shape=shape,
         settings=settings or (),
         peers=peers,
@@ -416,8 +510,7 @@ def _run_task(task: str, given: dict[str, Any]) -> None:
     from decaybench.harness.run import carry_out_all
 
     flags = {key: _plain(name, given[name]) for name, key in _KEYS.items() if given.get(name) is not None}
-    if given["post"]:
-        flags["model.post"] = {}
+    flags |= {f"model.{name}": {} for name in ADDONS if given[name]}
     seeds = given["seeds"]
     configs = configure(
         task,

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
+from decaybench.harness.addons import ADDONS
 from decaybench.harness.config import RunConfig, TrainingConfig
 from decaybench.harness.presets import PRESETS, Preset
-from decaybench.models.addons.post import PostConfig
 from decaybench.models.config import PRESETS as SIZES
 from decaybench.models.config import ModelConfig
 from decaybench.models.ffn import FfnConfig
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Catalogue = dict[str, list[dict[str, str]]]
-
-_ADDONS = {"post": "PoST: ordered, position-adaptive decay spectra (arXiv 2604.07658); flag --post"}
 
 
 def catalogue() -> Catalogue:
@@ -38,7 +36,10 @@ def catalogue() -> Catalogue:
             }
             for found in architectures().values()
         ],
-        "add-ons": [{"name": name, "what": what} for name, what in _ADDONS.items()],
+        "add-ons": [
+            {"name": name, "what": f"{addon.title}: {addon.description} ({addon.source}); flag --{name}"}
+            for name, addon in ADDONS.items()
+        ],
         "tasks": [{"name": name, "what": entry.description} for name, entry in TASKS.items()],
         "presets": [
             {
@@ -61,11 +62,10 @@ def all_settings() -> Catalogue:
     parts: dict[str, tuple[str, type[BaseModel]]] = {"run": ("", RunConfig), "model": ("model", ModelConfig)}
     for name, architecture in architectures().items():
         parts[f"model: {name}"] = ("model.mixer", architecture.config_class())
-    parts |= {
-        "model: FFN": ("model.ffn", FfnConfig),
-        "model: PoST": ("model.post", PostConfig),
-        "training": ("training", TrainingConfig),
-    }
+    parts["model: FFN"] = ("model.ffn", FfnConfig)
+    for name, addon in ADDONS.items():
+        parts[f"model: {addon.title}"] = (f"model.{name}", addon.config_class())
+    parts["training"] = ("training", TrainingConfig)
     for name, entry in TASKS.items():
         parts[f"task: {name}"] = ("task", entry.config)
         parts[f"evaluation: {name}"] = ("evaluation", entry.evaluation)
@@ -80,7 +80,7 @@ def about(name: str) -> dict[str, Any]:
         "what": found.description,
         "source": found.source,
         "equation": found.equation,
-        "PoST": found.post,
+        **{ADDONS[addon].title: change for addon, change in found.addons.items()},
         "verified": found.verified,
         "add-ons": list(found.addons),
         "gates": list(found.gates),
@@ -115,7 +115,8 @@ def page(known: Mapping[str, Any]) -> Group:
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column()
     facts.add_row(known["name"], Text(known["what"]))
-    for key in ("source", "equation", "PoST", "verified", "add-ons", "gates", "FFN", "backends"):
+    changes = (addon.title for addon in ADDONS.values() if addon.title in known)
+    for key in ("source", "equation", *changes, "verified", "add-ons", "gates", "FFN", "backends"):
         said = known[key] if isinstance(known[key], str) else ", ".join(known[key])
         if said and said != "baseline":  # one gate only
             facts.add_row(key, Text(said))
@@ -139,7 +140,7 @@ def tables(entries: Catalogue) -> list[Table]:
 
 
 def _settings(prefix: str, kind: type[BaseModel]) -> Iterator[dict[str, str]]:
-    parts = ("model", "task", "training", "evaluation", "mixer", "ffn", "post")
+    parts = ("model", "task", "training", "evaluation", "mixer", "ffn", *ADDONS)
     for name, field in kind.model_fields.items():
         if name in parts:
             continue

@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from decaybench.core.config import Config, merge, parse
 from decaybench.core.errors import UserError
@@ -37,11 +37,22 @@ class TrainingConfig(Config):
         default=None, ge=1, description="optimiser steps; none: 1500 with plan mastery, all epochs with plan epochs"
     )
     epochs: int = Field(default=1, ge=1, description="passes over the examples, plan epochs only")
-    mastery: float = Field(default=0.8, gt=0, le=1, description="running accuracy at which a stage is mastered")
+    mastery: float = Field(
+        default=0.8,
+        gt=0,
+        le=1,
+        description="running accuracy at which a stage is mastered, as a share of the best that its samples allow",
+    )
     review: float = Field(default=0.25, ge=0, lt=1, description="share of batches from stages already mastered")
     shuffle: bool = Field(default=False, description="mix batches of all stages, plan epochs only")
     batch_tokens: int = Field(default=4096, ge=1, description="tokens a step: as many samples as fit, at least one")
     batch_samples: int | None = Field(default=None, ge=1, description="samples a step; none: by batch_tokens")
+    label_noise: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="share of training labels replaced by another of the task's values; none or 0: no noise",
+    )
     learning_rate: float = Field(default=1e-2, gt=0, lt=10, description="highest learning rate")
     schedule: Literal["hold", "cosine", "cosine-by-epoch", "linear-by-epoch"] = Field(
         default="hold",
@@ -56,6 +67,12 @@ class TrainingConfig(Config):
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="of matrix products; bfloat16: autocast, parameters and decays stay float32"
     )
+
+    @field_validator("label_noise")
+    @classmethod
+    def _no_noise_is_none(cls, share: float | None) -> float | None:
+        """So that a run with 0 is the run without."""
+        return share or None
 
 
 class RunConfig(Config):

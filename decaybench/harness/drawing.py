@@ -72,13 +72,18 @@ def style() -> Iterator[None]:
         yield
 
 
-def make_panels(title: str, count: int, columns: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` panels that share their axes, filled row by row. size: inches."""
+def make_panels(
+    title: str, count: int, columns: int, size: tuple[float, float], share: tuple[Any, Any] = (True, True)
+) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` panels that share their axes, filled row by row.
+
+    size: inches. share: which panels share their x and their y axis, as matplotlib says it: all, "row", "col", none.
+    """
     from matplotlib.figure import Figure
 
     rows = ceil(count / columns)
     figure = Figure(figsize=size)
-    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    grid = figure.subplots(rows, columns, sharex=share[0], sharey=share[1], squeeze=False).ravel()
     for unused in grid[count:]:
         unused.remove()
     panels = list(grid[:count])

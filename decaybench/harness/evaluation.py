@@ -10,6 +10,8 @@ import hashlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import fsum
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,13 +45,14 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Question:
-    """One sample's right answers, and what is known of it without a model."""
+    """One sample's right answers, and what is known of it without a model (references: `Task.references`)."""
 
     id: str
     target: tuple[int, ...]
     distance: tuple[int, ...]
     length: int
     depth: float | None
+    references: dict[str, float]
 
 
 def evaluate(
@@ -77,12 +80,13 @@ def evaluate(
             loaded = log.load(size, samples)
             if loaded.note:
                 progress.note(loaded.note)
-            lines = list(loaded.lines)
+            lines, asked = list(loaded.lines), list[Question]()
             for first in range(0, samples, size):
                 indices = np.arange(first, min(first + size, samples))
                 batch = task.batch(cell.shape, "test", config.evaluation.seed, indices)
                 update_digest(digest, batch)
                 known = questions(task, cell, config.evaluation.seed, batch, indices)
+                asked += known
                 wrong = _first_wrong(task, known, lines[first:])
                 if wrong is not None:
                     what = f"{log.path} line {wrong + 1} is damaged (not the task's own sample)"
@@ -98,7 +102,7 @@ def evaluate(
                     tokens += batch.tokens.size
                     stop.raise_if_wanted(f"evaluation stopped in cell {cell.name}")
                 show(place * samples + int(indices[-1]) + 1, cell.name)
-            results.append(cell_result(task, cell, lines, train_length))
+            results.append(cell_result(task, cell, lines, train_length, asked))
             hashes.append((cell.name, digest.hexdigest()))
     return Evaluated(tuple(results), data_hash(hashes), tokens, time.monotonic() - began)
 
@@ -123,9 +127,10 @@ def predict(model: LanguageModel, batch: Batch, device: str, *, piece: int = _PI
 
 
 def questions(task: Task, cell: Cell, seed: int, batch: Batch, indices: NDArray[np.int64]) -> list[Question]:  # type: ignore[type-arg]
-    """What is known of a batch's samples without a model: ids, right answers, distances."""
+    """What is known of a batch's samples without a model: ids, right answers, distances, what simple rules answer."""
     ids = task.sample_ids(cell.shape, "test", seed, indices)
     depths = batch.details.get("depth")
+    references = task.references(batch)
     return [
         Question(
             id=ids[row],
@@ -133,6 +138,7 @@ def questions(task: Task, cell: Cell, seed: int, batch: Batch, indices: NDArray[
             distance=tuple(batch.distance[row][asked].tolist()),
             length=len(batch.tokens[row]),
             depth=None if depths is None else float(depths[row]),
+            references={name: float(accuracy[row]) for name, accuracy in references.items()},
         )
         for row, asked in enumerate(batch.asked)
     ]
@@ -159,8 +165,14 @@ def is_own(task: Task, question: Question, line: SampleLine) -> bool:  # type: i
     return fits and line == sample_line(task, line.index, question, line.answer)
 
 
-def cell_result(task: Task, cell: Cell, lines: Sequence[SampleLine], train_length: int | None) -> CellResult:  # type: ignore[type-arg]
-    """A cell's result from its samples' lines."""
+def cell_result(
+    task: Task[Any, Any, Any],
+    cell: Cell,
+    lines: Sequence[SampleLine],
+    train_length: int | None,
+    known: Sequence[Question] = (),
+) -> CellResult:
+    """A cell's result from its samples' lines; known: the samples themselves, for what simple rules answer."""
     hits = [tuple(a == b for a, b in zip(line.target, line.answer, strict=True)) for line in lines]
     correct, asked = tuple(sum(row) for row in hits), tuple(len(row) for row in hits)
     value, error, interval = cell_statistics(task.metric, correct, asked)
@@ -181,7 +193,14 @@ def cell_result(task: Task, cell: Cell, lines: Sequence[SampleLine], train_lengt
         standard_error=error,
         interval=interval,
         by_distance=distance_bins([line.distance for line in lines], hits),
+        references=_references(known),
     )
+
+
+def _references(known: Sequence[Question]) -> dict[str, float] | None:
+    """The mean over samples, as a cell's value is one; None where the task has none."""
+    names = known[0].references if known else {}
+    return {name: fsum(question.references[name] for question in known) / len(known) for name in names} or None
 
 
 def update_digest(digest: hashlib._Hash, batch: Batch) -> None:

@@ -21,15 +21,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from decaybench.core.config import parse
+from decaybench.harness.addons import ADDONS, Choice, complete
 from decaybench.harness.training import parameter_groups
-from decaybench.models.branch import Mixer
+from decaybench.models.addons.bft import InitialPrecision, KalmanResidual
+from decaybench.models.branch import LayerTrace, Mixer
 from decaybench.models.checkpoints import read_checkpoint, write_checkpoint
 from decaybench.models.config import ModelConfig
 from decaybench.models.language_model import LanguageModel, Output, build_model
@@ -39,6 +41,7 @@ from decaybench.models.state import ModelState, tensors
 
 _VOCABULARY = 31
 _D_MODEL = 32
+_HORIZON = 32
 # Sizes by the names that architectures give them; each takes those that it has.
 _SMALL = {"d_state": 8, "headdim": 8, "head_dim": 8, "n_heads": 4, "n_groups": 2, "chunk_size": 8}
 _ONE_HEAD = {"headdim": 2 * _D_MODEL, "head_dim": _D_MODEL, "n_heads": 1, "n_groups": 1}
@@ -65,10 +68,10 @@ class Check:
         return self.difference <= self.bound
 
 
-def small_config(
-    name: str, post_variant: Literal["paper", "minimal"] | None = None, *, one_head: bool = False
-) -> ModelConfig:
-    """A model of any registered architecture that takes milliseconds. one_head: one layer of one head."""
+def small_config(name: str, addons: Choice | None = None, *, one_head: bool = False) -> ModelConfig:
+    """A model of any registered architecture that takes milliseconds. addons: their settings by name; one_head: one
+    layer of one head.
+    """
     known = get_architecture(name).config_class().model_fields
     sizes = {key: size for key, size in (_SMALL | (_ONE_HEAD if one_head else {})).items() if key in known}
     return parse(
@@ -80,7 +83,7 @@ def small_config(
             "n_layers": 1 if one_head else 2,
             "mixer": sizes,
             "ffn": {"kind": get_architecture(name).ffn, "multiple": 1.0},
-            "post": post_variant and {"variant": post_variant, "horizon": 32},
+            **complete(addons or {}, _HORIZON),
         },
     )
 
@@ -163,6 +166,16 @@ class Subject:
         difference, scale = _largest(got, want)
         allowed = _BOUND[self.dtype] * max(1.0, scale) if bound is None else bound
         return Check(pitfall, name, difference, allowed)
+
+    def same_state(
+        self, pitfall: int, name: str, got: ModelState, want: ModelState, bound: float | None = None
+    ) -> Check:
+        """That two states agree, each tensor in units of its own largest number, or of 1 where that is less."""
+        differences = []
+        for a, b in zip(self.recurrent(got), self.recurrent(want), strict=True):
+            difference, scale = _largest(a, b)
+            differences.append(difference / max(1.0, scale))
+        return Check(pitfall, name, _max(differences), _BOUND[self.dtype] if bound is None else bound)
 
     def same_gradients(self, pitfall: int, name: str, got: Tensor, want: Tensor) -> Check:
         """That two losses have the same gradient, each parameter's in units of its largest element."""
@@ -255,7 +268,7 @@ def pieces(s: Subject) -> Iterator[Check]:
         logits, state = _in_pieces(s, tokens, positions, lengths)
         name = f"pieces of {', '.join(map(str, lengths)) if len(set(lengths)) > 1 else lengths[0]}"
         yield s.same(6, name, _real(logits, positions), _real(whole, positions))
-        yield s.same(6, f"{name}: state", s.recurrent(state), s.recurrent(end))
+        yield s.same_state(6, f"{name}: state", state, end)
     prefilled = [s.model.prefill(tokens, positions, piece=piece).logits for piece in (1, 5, 8, 32, 33, 4096)]
     yield s.same(6, "prefill in pieces of 1, 5, 8, 32, 33, 4096", prefilled, [whole[:, -1]] * 6)
 
@@ -267,7 +280,7 @@ def steps(s: Subject) -> Iterator[Check]:
     logits, state = _in_pieces(s, tokens, None, [1] * 12)
     name = "steps from the first token"
     yield s.same(7, name, logits, whole)
-    yield s.same(7, f"{name}: state", s.recurrent(state), s.recurrent(end))
+    yield s.same_state(7, f"{name}: state", state, end)
     yield s.same_gradients(7, f"{name}: gradients", _loss(logits, documents), _loss(whole, documents))
 
 
@@ -283,7 +296,7 @@ def finished_rows(s: Subject) -> Iterator[Check]:
     now, before = mixed.select(finished), state.select(finished)
     following = s.step(tokens[1:2, 9], now)[0]
     yield s.same(7, "a finished row: its next token", following, s.logits(tokens[1:2, :10])[:, 9])
-    yield s.same(7, "a finished row: its state", s.recurrent(now), s.recurrent(before), bound=0)
+    yield s.same_state(7, "a finished row: its state", now, before, bound=0)
 
 
 def extreme_decays(s: Subject) -> Iterator[Check]:
@@ -296,7 +309,16 @@ def extreme_decays(s: Subject) -> Iterator[Check]:
         whole, end = s.read(tokens)
         name = f"steps with the mixers' parameters times {factor:g}"
         yield s.same(8, name, logits, whole)
-        yield s.same(8, f"{name}: state", s.recurrent(state), s.recurrent(end))
+        yield s.same_state(8, f"{name}: state", state, end)
+        del s.model
+    if not _precision_parameters(s.model):
+        return
+    for factor in (30.0, -30.0):  # precisions at both ends of their range, side by side
+        parameters = dict(s.model.named_parameters())
+        for own in _precision_parameters(s.model):
+            parameters[own].data *= factor
+        name = f"steps with the precision's parameters times {factor:g}"
+        yield s.same(8, name, _in_pieces(s, tokens[:, :8], None, [1] * 8)[0], s.logits(tokens[:, :8]))
         del s.model
 
 
@@ -345,47 +367,54 @@ def initial_state(s: Subject) -> Iterator[Check]:
 
 
 def low_precision(s: Subject) -> Iterator[Check]:
-    decays = _decay_parameters(s.model)
+    named = _decay_parameters(s.model) + _precision_parameters(s.model)
     low = s.copy().to(torch.bfloat16)
     kept, wide = (dict(model.named_parameters()) for model in (low, s.model))
-    below = [kept[name].dtype == torch.bfloat16 for name in decays]
-    yield _counted(12, "bfloat16 model: decay parameters below float32", below)
-    values = [kept[name] for name in decays], [wide[name].float() for name in decays]
-    yield s.same(12, "bfloat16 model: values of decay parameters", *values, bound=0)
+    below = [kept[name].dtype == torch.bfloat16 for name in named]
+    yield _counted(12, "bfloat16 model: parameters of decays and precision below float32", below)
+    values = [kept[name] for name in named], [wide[name].float() for name in named]
+    yield s.same(12, "bfloat16 model: values of these parameters", *values, bound=0)
 
     tokens = s.tokens(2, 64)
     full = s.logits(tokens)
     logits, state = _both(low(tokens, output_state=True))
     yield _counted(12, "bfloat16 model: states below float32", _below_float32(low, state))
-    yield _near(12, "bfloat16 model", logits, full)
+    yield _near(12, "bfloat16 model: logits", logits, full)
     logits, _ = _both(low.step(tokens[:, -1], _both(low.prefill(tokens[:, :-1]))[1]))
-    yield _near(12, "bfloat16 model: a step", logits, full[:, -1])
+    yield _near(12, "bfloat16 model: a step: logits", logits, full[:, -1])
+    yield from _traced("bfloat16 model", low.trace(tokens), s.model.trace(tokens))
 
 
 def autocast(s: Subject) -> Iterator[Check]:
     model, tokens = s.copy().float(), s.tokens(2, 64)
     with torch.autocast(torch.device(s.device).type, dtype=torch.bfloat16):
         logits, state = _both(model(tokens, output_state=True))
+        traced = model.trace(tokens)
     yield _counted(12, "autocast: states below float32", _below_float32(model, state))
-    yield _near(12, "autocast", logits, s.logits(tokens))
+    yield _near(12, "autocast: logits", logits, s.logits(tokens))
+    yield from _traced("autocast", traced, s.model.trace(tokens))
     _loss(logits.float(), tokens).backward()  # type: ignore[no-untyped-call]
     yield _counted(12, "autocast: gradients not finite", _not_finite(p.grad for p in model.parameters()))
-    if any(mixer.timescales(1) is not None for mixer in _mixers(model)):  # there is a recurrence
+    if any(mixer.timescales(1) is not None for mixer in _mixers(model)) or _observed(model):
         whole = model(tokens).logits
         with torch.autocast(torch.device(s.device).type, dtype=torch.bfloat16), _projections_outside_autocast(s.device):
             logits = model(tokens).logits
         difference, scale = _largest(logits, whole)
         bound = _BOUND[torch.float32] * max(1.0, scale)
-        yield Check(12, "autocast of all but the projections: the recurrence is in float32", difference, bound)
+        yield Check(12, "autocast of all but the projections: recurrence and precision in float32", difference, bound)
 
 
 def overflow(s: Subject) -> Iterator[Check]:
     documents = s.documents(20, 20)
     tokens = torch.stack(documents)
-    for what, value in (("the fastest decays", 8.0), ("no decay", -1e3)):
+    decays, precision = _decay_parameters(s.model), _precision_parameters(s.model)
+    extremes = [("the fastest decays", decays, 8.0), ("no decay", decays, -1e3)]
+    if precision:
+        extremes += [("all certain", precision, 1e3), ("nothing certain", precision, -1e3)]
+    for what, named, value in extremes:
         model = s.copy()
         parameters = dict(model.named_parameters())
-        for name in _decay_parameters(s.model):
+        for name in named:
             parameters[name].data.fill_(value)
         logits = model(tokens).logits
         _loss(logits, documents).backward()  # type: ignore[no-untyped-call]
@@ -442,8 +471,8 @@ def initial_values_in_bfloat16(s: Subject) -> Iterator[Check]:
 
 
 def one_head_and_layer(s: Subject) -> Iterator[Check]:
-    variant = s.config.post.variant if s.config.post else None
-    one = Subject(small_config(s.config.name, variant, one_head=True), s.dtype, s.seed, s.device)
+    addons = {name: addon.plain() for name in ADDONS if (addon := getattr(s.config, name)) is not None}
+    one = Subject(small_config(s.config.name, addons, one_head=True), s.dtype, s.seed, s.device)
     name = "one layer of one head"
     initial = build_model(one.config, one.seed).state_dict().values()
     yield _counted(17, f"{name}: initial values not finite", _not_finite(initial))
@@ -453,6 +482,22 @@ def one_head_and_layer(s: Subject) -> Iterator[Check]:
     found = [logits, *one.gradients(_loss(logits, documents))]
     yield _counted(17, f"{name}: logits and gradients not finite", _not_finite(found))
     yield one.same(17, f"{name}: steps", _in_pieces(one, tokens, None, [1] * 13)[0], logits)
+
+
+def state_size(s: Subject) -> Iterator[Check]:
+    lengths = (8, 20)
+    sizes = [s.read(s.tokens(1, length))[1].elements() for length in lengths]
+    recurrent = [mixer.timescales(1) is not None for mixer in _mixers(s.model)]
+    grown = [a != b for a, b, fixed in zip(*sizes, recurrent, strict=True) if fixed]
+    yield _counted(28, "recurrent layers whose state grows with the text", grown)
+    if s.config.bft is None or not s.config.bft.carries:
+        return
+    plain = build_model(s.config.model_copy(update={"bft": None}), s.seed).to(s.device)
+    for length, elements in zip(lengths, sizes, strict=True):
+        without = _both(plain(s.tokens(1, length), output_state=True))[1].elements()
+        moments = [_moments(mixer, length) for mixer in _mixers(s.model)]
+        differs = [a - b != m for a, b, m in zip(elements, without, moments, strict=True)]
+        yield _counted(28, f"layers that keep more or less than the moments of {length} tokens", differs)
 
 
 CHECKS: dict[Callable[[Subject], Iterator[Check]], int] = {
@@ -476,6 +521,7 @@ CHECKS: dict[Callable[[Subject], Iterator[Check]], int] = {
     initial_values: 15,
     initial_values_in_bfloat16: 16,
     one_head_and_layer: 17,
+    state_size: 28,
 }
 
 
@@ -547,16 +593,48 @@ def _decay_parameters(model: LanguageModel) -> list[str]:
     return found
 
 
+def _precision_parameters(model: LanguageModel) -> list[str]:
+    """The vectors that set a precision, of BFT: log tau or the MLP's end, and q."""
+    kinds = (InitialPrecision, KalmanResidual)
+    owners = [(prefix, module) for prefix, module in model.named_modules() if isinstance(module, kinds)]
+    return [f"{prefix}.{name}" for prefix, owner in owners for name, p in owner.named_parameters() if p.ndim < 2]
+
+
+def _observed(model: LanguageModel) -> bool:
+    """Whether attention is BFT's, in float32 as a recurrence is, and not PyTorch's."""
+    return model.config.bft is not None and model.config.bft.carries and model.config.bft.precision != "frozen"
+
+
+def _moments(mixer: Mixer, length: int) -> int:
+    """Numbers that BFT keeps of the tokens so far: S0, D1, D2 a head and S1, S2 a value channel, or lbar a key."""
+    if mixer.timescales(1) is None:
+        return length
+    return 3 * mixer.heads + 2 * int(mixer.out_proj.weight.shape[1])
+
+
+def _traced(name: str, got: list[LayerTrace], want: list[LayerTrace]) -> Iterator[Check]:
+    """That what a residual carries stays in float32, and near what it is in full precision."""
+    for part in ("gain", "precision", "updated", "sample_size"):
+        pairs = [(getattr(a, part), getattr(b, part)) for a, b in zip(got, want, strict=True)]
+        if pairs := [(a, b) for a, b in pairs if b is not None]:
+            words = part.replace("_", " ")
+            low = [a.dtype not in (torch.float32, torch.float64) for a, _ in pairs]
+            yield _counted(12, f"{name}: {words} below float32", low)
+            found, wanted = (torch.stack(side).flatten()[:, None] for side in zip(*pairs, strict=True))
+            yield _near(12, f"{name}: {words}", found, wanted)
+
+
 def _both(output: Output) -> tuple[Tensor, ModelState]:
     assert output.state is not None
     return output.logits, output.state
 
 
 def _below_float32(model: LanguageModel, state: ModelState) -> list[bool]:
-    """For each recurrent state [B, H, K, V], whether it is kept in less than float32."""
+    """For each recurrent state [B, H, K, V] and all that a residual keeps, whether it is in less than float32."""
     pairs = zip(_mixers(model), state.layers, strict=True)
     states = [t for mixer, layer in pairs if mixer.timescales(1) is not None for t in tensors(layer.mixer)]
-    return [t.dtype not in (torch.float32, torch.float64) for t in states if t.ndim >= 4]
+    kept = [t for t in states if t.ndim >= 4] + [t for layer in state.layers for t in tensors(layer.residual)]
+    return [t.dtype not in (torch.float32, torch.float64) for t in kept]
 
 
 def _not_finite(values: Iterable[Tensor | None]) -> list[bool]:
@@ -586,7 +664,7 @@ def _counted(pitfall: int, name: str, wrong: list[bool]) -> Check:
 def _near(pitfall: int, name: str, got: Any, want: Any) -> Check:
     errors, sizes = (x.detach().double().square().mean(-1).sqrt() for x in (got - want, want))
     difference = float((errors / sizes).flatten().quantile(_MOST_TOKENS))  # NaN stays NaN
-    return Check(pitfall, f"{name}: logits beside full precision", difference, _BFLOAT16_BOUND)
+    return Check(pitfall, f"{name} beside full precision", difference, _BFLOAT16_BOUND)
 
 
 def _largest(got: Any, want: Any) -> tuple[float, float]:

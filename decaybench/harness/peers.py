@@ -137,7 +137,7 @@ def op_peers(architecture: str, shape: OpShape, device: str) -> OpPeers | None:
 
 
 def _is_plain_mamba2(config: ModelConfig) -> bool:
-    beside = (config.post, config.ffn, config.embedding_norm, config.embedding_dropout)
+    beside = (config.addons, config.ffn, config.embedding_norm, config.embedding_dropout)
     return config.name == "mamba2" and config.norm == "rmsnorm" and not any(beside)
 
 

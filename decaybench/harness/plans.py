@@ -1,7 +1,8 @@
 """The order of training batches: a pure function of (config, seed) and of the accuracies seen so far.
 
-`mastery` moves to the next stage when the present one's running accuracy passes a threshold, and goes back to earlier
-stages in a share of the batches. `epochs` goes through every stage's fixed examples in each epoch.
+`mastery` moves to the next stage when the present one's running accuracy passes a share of what the stage's samples
+allow, and goes back to earlier stages in a share of the batches. `epochs` goes through every stage's fixed examples in
+each epoch.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Plan(ABC):
         """The stage and the sample indices of a step's batch, 0-based."""
 
     def saw(self, step: int, stage: int, accuracy: float) -> bool:
-        """Tell a batch's accuracy. Returns whether the plan moved on to another stage."""
+        """Tell a batch's accuracy on the labels trained on. Returns whether the plan moved on to another stage."""
         return False
 
     @property
@@ -58,9 +59,17 @@ class Plan(ABC):
 class MasteryPlan(Plan):
     """The curriculum by mastery."""
 
-    def __init__(self, stages: Sequence[Stage], config: TrainingConfig, seed: int) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        config: TrainingConfig,
+        seed: int,
+        ceilings: Sequence[float | None] | None = None,
+    ) -> None:
+        """ceilings: the best accuracy that each stage's samples allow (`Task.ceiling`); None: all can be right."""
         self.total_steps = config.steps or 1500
         self._stages, self._config = stages, config
+        self._wanted = [config.mastery * (1.0 if best is None else best) for best in ceilings or [None] * len(stages)]
         self._key = key64("plan", seed)
         self._stage = 0
         self._running = 0.0
@@ -83,8 +92,11 @@ class MasteryPlan(Plan):
     def saw(self, step: int, stage: int, accuracy: float) -> bool:
         if stage != self._stage:
             return False
+        # Who gives the right answer agrees with 1 - label_noise of the labels, and noisy labels are all that a learner
+        # from noisy labels has: judged by the clean ones it would be told what it is to do without.
+        accuracy /= 1 - (self._config.label_noise or 0)
         self._running = _MEMORY * self._running + (1 - _MEMORY) * accuracy
-        if self._running < self._config.mastery or self._mastered[stage] is not None:
+        if self._running < self._wanted[stage] or self._mastered[stage] is not None:
             return False
         self._mastered[stage] = step
         if stage + 1 == len(self._stages):
@@ -139,10 +151,16 @@ class EpochPlan(Plan):
         return stage, np.arange(first, last, dtype=np.int64)
 
 
-def make_plan(stages: Sequence[Stage], config: TrainingConfig, seed: int) -> Plan:
-    """The plan that `config` names. Raises UserError where the stages don't fit it."""
-    kinds: dict[str, type[MasteryPlan] | type[EpochPlan]] = {"mastery": MasteryPlan, "epochs": EpochPlan}
-    return kinds[config.plan](stages, config, seed)
+def make_plan(
+    stages: Sequence[Stage], config: TrainingConfig, seed: int, ceilings: Sequence[float | None] | None = None
+) -> Plan:
+    """The plan that `config` names. Raises UserError where the stages don't fit it.
+
+    ceilings: the best accuracy that each stage's samples allow, by which plan mastery judges; None: 1 for all.
+    """
+    if config.plan == "mastery":
+        return MasteryPlan(stages, config, seed, ceilings)
+    return EpochPlan(stages, config, seed)
 
 
 def samples_a_batch(stage: Stage, config: TrainingConfig) -> int:

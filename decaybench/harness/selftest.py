@@ -6,12 +6,13 @@ The checks themselves are in `harness.invariances`; here they are run, for the c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from decaybench.harness.addons import alone_and_together, together
 from decaybench.harness.invariances import CHECKS, Check, Subject, small_config
 from decaybench.models.config import ModelConfig
 from decaybench.models.registry import architectures
@@ -51,27 +52,25 @@ def selftest(
 
 def check_models(
     name: str,
+    addons: Collection[str] = (),
     *,
-    post: bool = False,
     device: str = "cpu",
     verbose: bool = False,
     show: Callable[[str | Table], None] | None = None,
 ) -> Results:
-    """The checks of an architecture, or of all with every add-on. Raises UserError.
+    """The checks of an architecture with these add-ons, in every combination of their variants; or of all, alone, with
+    every add-on, and with the first variants together. Raises UserError.
 
     show: is given what there is to say of each cell as soon as it has been checked: its `summary`, or its `tables`
     where it is the only one or with verbose.
     """
     if name == "all":
         cells = [
-            (known.name, variant)
-            for known in architectures().values()
-            for variant in (None, "paper", "minimal")
-            if variant is None or "post" in known.addons
+            (known.name, choice) for known in architectures().values() for choice in alone_and_together(known.addons)
         ]
     else:
-        cells = [(name, "paper"), (name, "minimal")] if post else [(name, None)]
-    configs = [small_config(known, variant) for known, variant in cells]  # type: ignore[arg-type]
+        cells = [(name, choice) for choice in together(addons)]
+    configs = [small_config(known, choice) for known, choice in cells]
     results: Results = {}
     for config in configs:
         checked = {

@@ -8,7 +8,8 @@ backward and AdamW, as `harness.training` has them. FLOPs are those of matrix pr
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import statistics
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -22,6 +23,7 @@ from decaybench.core.config import Config, apply_settings, merge, parse
 from decaybench.core.errors import RunError, UserError
 from decaybench.core.names import unknown
 from decaybench.harness import peers as packages
+from decaybench.harness.addons import ADDONS, alone_and_together, complete
 from decaybench.harness.environment import environment, resolve_device
 from decaybench.harness.model_info import parameter_counts, state_elements
 from decaybench.harness.progress import Progress
@@ -55,6 +57,7 @@ from decaybench.tasks.base import IGNORED
 _WHATS: tuple[What, ...] = ("train", "prefill", "decode", "decode_batch")
 _LONG_PREFILLS = (100_000, 1_000_000)
 _LONG_DECODES = (1_000, 100_000)
+_PEAKS = 5  # measurements of a peak of memory
 _WARM = 8192  # tokens read before memory is measured: two pieces of a prefill
 _AGREE = 1e-3  # of the largest number; rounding in float32 is a hundred times smaller
 
@@ -82,8 +85,8 @@ SHAPES = {
 
 def measure_speed(
     model: str = "mamba2",
+    addons: Collection[str] = (),
     *,
-    post: bool = False,
     shape: str = "smoke",
     settings: Iterable[str] = (),
     peers: bool = True,
@@ -95,17 +98,17 @@ def measure_speed(
 ) -> SpeedReport:
     """Measure an architecture, several (`mamba2,gla`), or all of them with every add-on.
 
-    post: each beside its +post and +post-minimal. settings: `key=value` texts for SpeedShape. repeats: measurements of
-    each, at least 6. long: prefill of 100,000 and 1,000,000 tokens, and decoding after 1,000 and 100,000. threads: of
-    the CPU, None for PyTorch's choice. Raises UserError on what can't be measured, and RunError where a peer's numbers
-    aren't ours.
+    addons: by name, every variant of each alone and all together. settings: `key=value` texts for SpeedShape. repeats:
+    measurements of each, at least 6. long: prefill of 100,000 and 1,000,000 tokens, and decoding after 1,000 and
+    100,000. threads: of the CPU, None for PyTorch's choice. Raises UserError on what can't be measured, and RunError
+    where a peer's numbers aren't ours.
     """
     if repeats < LEAST_PAIRS:
         raise UserError(f"--repeats {repeats}: the interval of a median takes at least {LEAST_PAIRS}")
     if threads is not None and threads < 1:
         raise UserError(f"--threads {threads}: it takes at least one")
     sizes, where = make_shape(shape, settings), resolve_device(device)
-    families = speed_configs(model, sizes, post=post)
+    families = speed_configs(model, sizes, addons)
     with _threads(threads):
         peak = matmul_peak(where)
         bench = _Bench(sizes, repeats, where, progress or Progress(quiet=True))
@@ -139,8 +142,11 @@ def make_shape(name: str, settings: Iterable[str] = ()) -> SpeedShape:
     return parse(SpeedShape, apply_settings(SHAPES[name].plain(), settings))
 
 
-def speed_configs(model: str, shape: SpeedShape, *, post: bool = False) -> list[list[ModelConfig]]:
-    """For each architecture wanted its base, then its add-ons if wanted (`all` wants them). Raises UserError."""
+def speed_configs(model: str, shape: SpeedShape, addons: Collection[str] = ()) -> list[list[ModelConfig]]:
+    """For each architecture wanted its base, then with those of the add-ons that it takes (`all` wants every one).
+
+    Raises UserError.
+    """
     everything = model == "all"
     names = list(architectures()) if everything else [name.strip() for name in model.split(",")]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -153,25 +159,27 @@ def speed_configs(model: str, shape: SpeedShape, *, post: bool = False) -> list[
         - known
     ):
         raise unknown("size of a mixer", min(strange), known)
-    families = [_family(architecture, shape, post or everything) for architecture in wanted]
+    asked = set(ADDONS) if everything else set(addons)
+    families = [_family(architecture, shape, asked & set(architecture.addons)) for architecture in wanted]
     for config in chain.from_iterable(families):
         build_model(config, device="meta")  # sizes that don't fit one another show here, before an hour of measuring
     return families
 
 
-def without_post(config: ModelConfig) -> ModelConfig | None:
-    """What PoST's cost is a ratio to: the model without it, but with its gate. None: it has no PoST.
+def without_addons(config: ModelConfig) -> ModelConfig | None:
+    """What the cost of a model's add-ons is a ratio to: the model without them, but with its gate. None: it has none.
 
-    Variant paper gives GLA and RetNet another gate, which isn't part of PoST (RetNet's costs a quarter of a step): with
-    this gate alone they are a cell of their own, whose cost is a ratio to the plain architecture.
+    PoST's variant paper gives GLA and RetNet another gate, which isn't part of PoST (RetNet's costs a quarter of a
+    step): with this gate alone they are a cell of their own, whose cost is a ratio to the plain architecture.
     """
-    if config.post is None:
+    plain = config.model_copy(update=dict.fromkeys(ADDONS))
+    if config == plain:
         return None
-    if not (config.post.replaces_gate and "softplus" in get_architecture(config.name).gates):
-        return config.model_copy(update={"post": None})
+    if not (config.post and config.post.replaces_gate and "softplus" in get_architecture(config.name).gates):
+        return plain
     off = {"reparameterize": False, "position_scaling": False}
-    gate_alone = config.model_copy(update={"post": config.post.model_copy(update=off)})
-    return config.model_copy(update={"post": None}) if gate_alone == config else gate_alone
+    gate_alone = plain.model_copy(update={"post": config.post.model_copy(update=off)})
+    return plain if config == gate_alone else gate_alone
 
 
 def is_recurrent(model: LanguageModel) -> bool:
@@ -202,15 +210,16 @@ class _Bench:
             rivals: dict[str, Action] = {name: actions[what] for name, actions in theirs.items() if what in actions}
             seconds = self._in_turn({cell: actions[what] for cell, actions in ours.items()} | rivals)
             first = seconds[base.config.cell]
+            peaks = self._peaks({cell: actions[what] for cell, actions in ours.items()})
             for model in models:
-                cell, without = model.config.cell, without_post(model.config)
-                overhead = None if without is None else Ratio.of(ratio(seconds[cell], seconds[without.cell]))
-                works[cell].append(self._work(what, seconds[cell], ours[cell][what], overhead))
+                cell, without = model.config.cell, without_addons(model.config)
+                beside_cell = None if without is None else without.cell
+                works[cell].append(self._work(what, ours[cell][what], cell, beside_cell, seconds, peaks))
             beside += [_peer(base.config.name, name, what, first, seconds[name], differences[name]) for name in rivals]
         found = [
             CellSpeed(
                 cell=model.config.cell,
-                base=None if (without := without_post(model.config)) is None else without.cell,
+                base=None if (without := without_addons(model.config)) is None else without.cell,
                 config=model.config.plain(),
                 parameters=parameter_counts(model),
                 state_elements=state_elements(model, self.shape.length),
@@ -258,6 +267,15 @@ class _Bench:
     def _in_turn(self, actions: Mapping[str, Action]) -> dict[str, list[float]]:
         return in_turn(actions, self.repeats, self.device)
 
+    def _peaks(self, actions: Mapping[str, Action]) -> dict[str, int | None]:
+        """Each action's peak memory, bytes: the median of several, for what an allocator holds varies by a tenth."""
+        grown = [{name: peak_growth(action, self.device) for name, action in actions.items()} for _ in range(_PEAKS)]
+        peaks: dict[str, int | None] = {}
+        for name in actions:
+            said = [peak for turn in grown if (peak := turn[name]) is not None]
+            peaks[name] = statistics.median_low(said) if said else None
+        return peaks
+
     def _tokens(self, *shape: int) -> Tensor:
         draws = torch.Generator().manual_seed(0)
         return torch.randint(0, self.shape.vocab_size, shape, generator=draws).to(self.device)
@@ -298,15 +316,25 @@ class _Bench:
             if peer.is_default or name == fastest
         }, differences
 
-    def _work(self, what: What, seconds: list[float], action: Action, overhead: Ratio | None) -> Work:
+    def _work(
+        self,
+        what: What,
+        action: Action,
+        cell: str,
+        base: str | None,
+        seconds: Mapping[str, list[float]],
+        peaks: Mapping[str, int | None],
+    ) -> Work:
         tokens = {"decode": 1, "decode_batch": self.shape.batch}.get(what, self.shape.batch * self.shape.length)
+        peak, of_base = peaks[cell], peaks.get(base or "")
         return Work(
             what=what,
             tokens=tokens,
-            seconds=tuple(seconds),
-            peak_bytes=peak_growth(action, self.device),
+            seconds=tuple(seconds[cell]),
+            peak_bytes=peak,
             flops=matrix_flops(action),
-            overhead=overhead,
+            overhead=None if base is None else Ratio.of(ratio(seconds[cell], seconds[base])),
+            memory=peak / of_base if peak is not None and of_base else None,
         )
 
 
@@ -320,17 +348,16 @@ class _Timed:
         self.seconds = duration(self.action, self.device)
 
 
-def _family(architecture: Architecture, shape: SpeedShape, addons: bool) -> list[ModelConfig]:
+def _family(architecture: Architecture, shape: SpeedShape, addons: Collection[str]) -> list[ModelConfig]:
     name = architecture.name
     sizes = preset("smoke", name) if name in PRESETS["smoke"] else {"name": name}
     known = architecture.config_class().model_fields
     stream = {"vocab_size": shape.vocab_size, "d_model": shape.d_model, "n_layers": shape.n_layers}
     own = {key: value for key, value in shape.mixer.items() if key in known}
     data = merge(merge({"mixer": {}}, sizes), {**stream, "mixer": own})
-    variants = ("paper", "minimal") if addons and "post" in architecture.addons else ()
-    posts = [None, *({"variant": variant, "horizon": shape.length} for variant in variants)]
-    found = [parse(ModelConfig, {**data, "post": post}, "model") for post in posts]
-    bases = [without for config in found if (without := without_post(config)) is not None]
+    choices = alone_and_together(addons)
+    found = [parse(ModelConfig, {**data, **complete(choice, shape.length)}, "model") for choice in choices]
+    bases = [without for config in found if (without := without_addons(config)) is not None]
     return found + [config for n, config in enumerate(bases) if config not in [*found, *bases[:n]]]
 
 

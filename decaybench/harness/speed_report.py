@@ -44,11 +44,17 @@ class Work(Part):
     tokens: int = Field(ge=1, description="tokens a call")
     seconds: Times = Field(description="seconds a call, each measurement in order")
     peak_bytes: Count | None = Field(
-        default=None, description="memory at the peak beyond weights, optimiser and inputs, bytes; absent: not measured"
+        default=None,
+        description="memory at the peak beyond weights, optimiser and inputs, bytes, median; absent: not measured",
     )
     flops: Count = Field(description="FLOPs a call in matrix products and convolutions as they run")
     overhead: Ratio | None = Field(
         default=None, description="seconds of this cell / seconds of its base; absent: it is the base"
+    )
+    memory: float | None = Field(
+        default=None,
+        ge=0,
+        description="peak_bytes of this cell / peak_bytes of its base; absent: it is the base, or none was measured",
     )
 
     @property
@@ -187,11 +193,17 @@ def _speeds(report: SpeedReport) -> Table:
 
 
 def _overheads(report: SpeedReport) -> Table:
-    headings = ["cell", "beside", "train", "prefill", "decode", "decode, batch"]
-    table = _table("time of an add-on / time of its base", headings)
+    headings = ["cell", "beside", "train\ntime", "\nMB", "prefill\ntime", "\nMB", "decode\ntime", "decode, batch\ntime"]
+    table = _table("with add-ons / without", headings)
     for cell in report.cells:
-        if any(work.overhead for work in cell.work):
-            table.add_row(cell.cell, cell.base, *(str(work.overhead) for work in cell.work))
+        if all(work.overhead is None for work in cell.work):
+            continue
+        row = []
+        for work in cell.work:
+            row.append(str(work.overhead))
+            if work.what in ("train", "prefill"):  # in decoding it is the logits' buffers, and noise
+                row.append("" if work.memory is None else f"{work.memory:.2f}")
+        table.add_row(cell.cell, cell.base, *row)
     return table
 
 

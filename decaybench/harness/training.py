@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -35,7 +37,7 @@ from decaybench.models.language_model import LanguageModel, build_model
 from decaybench.models.module import Treatment, treatments
 from decaybench.results.record import StageInfo, TrainingInfo
 from decaybench.results.run_folder import RunFolder
-from decaybench.tasks.base import IGNORED, Batch, Stage
+from decaybench.tasks.base import IGNORED, Batch, Shape, Stage, Task
 from decaybench.tasks.registry import make_task
 
 _OPTIMISER_FILE = "optimiser.safetensors"
@@ -159,10 +161,10 @@ def _start(config: RunConfig, device: str, backend: str) -> _Work:
         eps=training.eps,
         fused=True,
     )
-    stages = make_task(config.task).stages()
-    return _Work(
-        model, optimiser, make_plan(stages, training, config.seed), _Averages(), [0] * len(stages), config.seed
-    )
+    task = make_task(config.task)
+    stages = task.stages()
+    plan = make_plan(stages, training, config.seed, [task.ceiling(stage.shape) for stage in stages])
+    return _Work(model, optimiser, plan, _Averages(), [0] * len(stages), config.seed)
 
 
 def _train_on(
@@ -174,7 +176,7 @@ def _train_on(
     with Stop() as stop, progress.bar("training", total, work.step) as show:
         while work.step < total:
             number, indices = work.plan.next(work.step)
-            batch = task.batch(stages[number].shape, "train", config.seed, indices)
+            batch = _training_batch(task, config, stages[number].shape, indices)
             loss, accuracy = _one_step(work, config.training, batch, device)
             moved = work.plan.saw(work.step, number, accuracy)
             work.averages.saw(loss, accuracy)
@@ -193,6 +195,13 @@ def _train_on(
                 saved = time.monotonic()
                 saving = saved - began
             stop.raise_if_wanted(f"training stopped at step {work.step} of {total}")
+
+
+def _training_batch(task: Task[Any, Any, Any], config: RunConfig, shape: Shape, indices: NDArray[np.int64]) -> Batch:
+    batch = task.batch(shape, "train", config.seed, indices)
+    if config.training.label_noise is None:
+        return batch
+    return task.with_label_noise(batch, config.training.label_noise, shape, "train", config.seed, indices)
 
 
 def _seconds_between_checkpoints(config: RunConfig, saving: float) -> float:

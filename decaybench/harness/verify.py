@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from math import isclose
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -271,23 +272,38 @@ def _check_cell(
     """A cell against what its samples are (known), and against the answers in the run's samples (lines) if given."""
     if lines is None:
         right = [sample_line(task, number, question, question.target) for number, question in enumerate(known)]
-        expected = _facts(cell_result(task, cell, right, train_length), answers=False)
+        found = cell_result(task, cell, right, train_length, known)
+        _check_references(result, found)
+        expected = _facts(found, answers=False)
         if _facts(result, answers=False) != expected:
             raise UserError(f"cell {cell.name!r}: {_difference(_facts(result, answers=False), expected)}")
         return
     for number, (line, question) in enumerate(zip(lines, known, strict=True)):
         if line.index != number or not is_own(task, question, line):
             raise UserError(f"cell {cell.name!r}: sample {number} is not the task's own")
-    expected = _facts(cell_result(task, cell, lines, train_length))
+    found = cell_result(task, cell, lines, train_length, known)
+    _check_references(result, found)
+    expected = _facts(found)
     if _facts(result) != expected:
         raise UserError(f"cell {cell.name!r}: {_difference(_facts(result), expected)}, by its samples")
 
 
+def _check_references(result: CellResult, found: CellResult) -> None:
+    """With a tolerance, as for the other means: another machine may add in another order."""
+    said, expected = result.references or {}, found.references or {}
+    for name in {**expected, **said}:
+        if name not in said or name not in expected or not isclose(said[name], expected[name], rel_tol=1e-9):
+            raise UserError(
+                f"cell {result.name!r}: references.{name} is {said.get(name)!r}, but its samples give "
+                f"{expected.get(name)!r}"
+            )
+
+
 def _facts(result: CellResult, *, answers: bool = True) -> dict[str, Any]:
-    """A cell without its statistics, which `check_counts` recomputes with a tolerance; answers: with what was right."""
+    """A cell without its means, which are compared with a tolerance elsewhere; answers: with what was right."""
     facts = result.plain()
-    for key in ("value", "standard_error", "interval"):
-        del facts[key]
+    for key in ("value", "standard_error", "interval", "references"):
+        facts.pop(key, None)
     if not answers:
         del facts["correct"]
         facts["by_distance"] = [{**part, "correct": None} for part in facts["by_distance"]]

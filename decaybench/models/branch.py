@@ -18,10 +18,12 @@ from decaybench.models.ops.softmax_attention import softmax_attention
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """What a residual did in one pass, to be looked at. gain: float32 [B, T], the mean over D of what multiplies the
-    mixer's output. precision, updated: [B, T], the mean over D of lambda before the layer and after its observation;
-    None where none is carried. sample_size: [B, T, H], the effective number of tokens that each head's read-out rests
-    on; None likewise. log_decay: [B, T, H], the mean over key channels; None for a mixer without decays, too.
+    """What a residual did in one pass, to be looked at.
+
+    gain: float32 [B, T], the mean over D of what multiplies the mixer's output, or would but for gain=false. precision,
+    updated: [B, T], the mean over D of lambda before the layer and after its observation; None where none is carried.
+    sample_size: [B, T, H], the effective number of tokens that each head's read-out rests on; None likewise. log_decay:
+    [B, T, H], the mean over key channels; None likewise, and for a mixer without decays.
     """
 
     gain: Tensor

@@ -8,6 +8,8 @@ from pydantic import Field, SerializeAsAny, model_validator
 
 from decaybench.core.config import Config, parse
 from decaybench.core.names import unknown
+from decaybench.models.addons import ADDONS
+from decaybench.models.addons.bft import BftConfig
 from decaybench.models.addons.post import USUAL_GATE, PostConfig
 from decaybench.models.ffn import FfnConfig
 from decaybench.models.registry import architectures, get_architecture
@@ -32,6 +34,7 @@ class ModelConfig(Config):
         default=None, gt=0, lt=1, description="share of the embedding's output dropped in training; none: nothing"
     )
     post: PostConfig | None = Field(default=None, description="PoST; none: without")
+    bft: BftConfig | None = Field(default=None, description="BFT; none: without")
 
     @model_validator(mode="before")
     @classmethod
@@ -46,13 +49,16 @@ class ModelConfig(Config):
                 data = data | {"mixer": parse(architecture.config_class(), sizes, "model.mixer")}
             if isinstance(ffn := data.get("ffn"), dict):
                 data = data | {"ffn": {"kind": architecture.ffn, **ffn}}
-            if data.get("post") is not None and "post" not in architecture.addons:
-                raise ValueError(f"post needs a mixer with decays; {architecture.name} has none")
+            for name, addon in ADDONS.items():
+                if data.get(name) is not None and name not in architecture.addons:
+                    raise ValueError(addon.refusal.format(name=architecture.name))
         return data
 
     @model_validator(mode="after")
     def _switches_it_has(self) -> ModelConfig:
         """A switch that would do nothing is refused: it would make another cell of the same model."""
+        if self.bft is not None and self.bft.jacobian is not None and self.ffn is None:
+            raise ValueError(f"bft.jacobian={self.bft.jacobian} is of an FFN, and this model has none: J = 0")
         architecture, post = get_architecture(self.name), self.post
         if post is None:
             return self
@@ -69,8 +75,8 @@ class ModelConfig(Config):
 
     @property
     def addons(self) -> tuple[str, ...]:
-        """The add-ons' names as tables spell them: post (variant paper), post-minimal."""
-        return () if self.post is None else (self.post.name,)
+        """The add-ons' names as tables spell them: post (variant paper), post-minimal, bft."""
+        return tuple(addon.name for key in ADDONS if (addon := getattr(self, key)) is not None)
 
     @property
     def cell(self) -> str:

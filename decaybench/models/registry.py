@@ -6,7 +6,8 @@ A package registers one with an entry point of the group `decaybench.models`, wh
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
@@ -25,9 +26,9 @@ ENTRY_POINT_GROUP = "decaybench.models"
 class Architecture:
     """A named mixer. config, mixer: `module:Class` of its configuration and its mixer.
 
-    The mixer is built as `mixer(config, place)` (models.branch.Place); addons: those that it takes. backends:
-    implementations of its recurrence, best first. gates: what post.gate may be; dt_bias_gates: those with a dt_bias.
-    ffn: the kind of FFN that its language models have. equation: its recurrence; post: what PoST changes in it;
+    The mixer is built as `mixer(config, place)` (models.branch.Place); addons: those that it takes, by name, and what
+    each changes in it. backends: implementations of its recurrence, best first. gates: what post.gate may be;
+    dt_bias_gates: those with a dt_bias. ffn: the kind of FFN that its language models have. equation: its recurrence;
     verified: what it was compared with.
     """
 
@@ -36,13 +37,12 @@ class Architecture:
     mixer: str
     description: str
     source: str
-    addons: tuple[str, ...] = ()
+    addons: Mapping[str, str] = field(default_factory=dict)
     backends: tuple[str, ...] = ("torch",)
     gates: tuple[str, ...] = ("baseline",)
     dt_bias_gates: tuple[str, ...] = ()
     ffn: str = "swiglu"
     equation: str = ""
-    post: str = ""
     verified: str = ""
 
     def config_class(self) -> type[Config]:
@@ -61,10 +61,12 @@ _BUILT_IN = (
         "decaybench.models.mixers.mamba2:Mamba2",
         "Mamba-2: one data-dependent decay a head",
         "arXiv 2405.21060",
-        addons=("post",),
+        addons={
+            "post": "A_log of the heads becomes the spectrum; paper: dt_bias frozen at dt = 0.05",
+            "bft": "u = dt; what is written is multiplied by its reliability w",
+        },
         dt_bias_gates=("baseline",),
         equation="S_t = exp(-exp(A_log) dt_t) S_{t-1} + dt_t B_t x_t^T,  y_t = C_t^T S_t + D x_t",
-        post="A_log of the heads becomes the spectrum; paper: dt_bias frozen at dt = 0.05",
         verified="transformers' Mamba2ForCausalLM and mamba-ssm's SSD kernel, forward and gradients",
     ),
     Architecture(
@@ -73,11 +75,14 @@ _BUILT_IN = (
         "decaybench.models.mixers.rwkv7:RWKV7",
         "RWKV-7: generalised delta rule, one decay a channel",
         "arXiv 2503.14456",
-        addons=("post",),
+        addons={
+            "post": "w0 of the channels becomes the spectrum beside a bias of the decay's LoRA; t^-alpha enters the "
+            "logit",
+            "bft": "u = the mean of a over a head's channels; log w is added to the logit of a",
+        },
         ffn="channel_mix",
         equation="S_t = S_{t-1} (diag(w_t) - kk_t (a_t kk_t)^T) + v_t k_t^T,  "
         "log w_t = -e^(-1/2) sigmoid(w0 + LoRA(x_t))",
-        post="w0 of the channels becomes the spectrum beside a bias of the decay's LoRA; t^-alpha enters the logit",
         verified="flash-linear-attention's layer and kernels, forward and gradients; rwkv.cpp's logits",
     ),
     Architecture(
@@ -86,10 +91,12 @@ _BUILT_IN = (
         "decaybench.models.mixers.gated_deltanet:GatedDeltaNet",
         "Gated DeltaNet: delta rule with one data-dependent decay a head",
         "arXiv 2412.06464",
-        addons=("post",),
+        addons={
+            "post": "A_log of the heads becomes the spectrum",
+            "bft": "u = beta; log w is added to the logit of beta",
+        },
         dt_bias_gates=("baseline",),
         equation="S_t = exp(-exp(A_log) dt_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T",
-        post="A_log of the heads becomes the spectrum",
         verified="flash-linear-attention's layer and kernels, forward and gradients",
     ),
     Architecture(
@@ -98,11 +105,13 @@ _BUILT_IN = (
         "decaybench.models.mixers.gla:GLA",
         "Gated linear attention: one data-dependent decay a key channel",
         "arXiv 2312.06635",
-        addons=("post",),
+        addons={
+            "post": "paper: the gate becomes -exp(A_log) softplus(W x + dt_bias); minimal: exp(P) times the gate",
+            "bft": "u = 1, the decay is the mean over key channels; what is written is multiplied by its reliability w",
+        },
         gates=("baseline", "softplus"),
         dt_bias_gates=("softplus",),
         equation="S_t = diag(exp(log_decay_t)) S_{t-1} + k_t v_t^T,  log_decay_t = logsigmoid(W2 W1 x_t + b) / 16",
-        post="paper: the gate becomes -exp(A_log) softplus(W x + dt_bias); minimal: exp(P) times the gate",
         verified="flash-linear-attention's layer and kernels, forward and gradients",
     ),
     Architecture(
@@ -111,11 +120,13 @@ _BUILT_IN = (
         "decaybench.models.mixers.retnet:RetNet",
         "RetNet: one fixed decay a head, rotary positions",
         "arXiv 2307.08621",
-        addons=("post",),
+        addons={
+            "post": "paper: the same model as gla+post; minimal: -log gamma of the heads becomes the spectrum",
+            "bft": "u = 1; what is written is multiplied by its reliability w",
+        },
         gates=("baseline", "softplus"),
         dt_bias_gates=("softplus",),
         equation="S_t = gamma S_{t-1} + k_t v_t^T,  gamma_h = 1 - 2^(-5-h)",
-        post="paper: the same model as gla+post; minimal: -log gamma of the heads becomes the spectrum",
         verified="flash-linear-attention's layer and kernels, forward and gradients",
     ),
     Architecture(
@@ -124,6 +135,7 @@ _BUILT_IN = (
         "decaybench.models.mixers.attention:Attention",
         "softmax attention with rotary positions: the baseline",
         "arXiv 1706.03762, 2104.09864",
+        addons={"bft": "a key counts by its token's precision: softmax(logit + log lbar)"},
         equation="o_t = sum_{j <= t} softmax_j(q_t . k_j / sqrt(K)) v_j",
         verified="a plain loop over softmax and rotations",
     ),

@@ -1,8 +1,8 @@
 """Which rows of a leaderboard may stand in one figure: like with like, one experiment a model.
 
 Equal must be what was asked (the task's rules, its evaluation, the training length that lengths are multiples of, the
-samples themselves) and the models' width and depth. Training may differ from model to model: each architecture has its
-own learning rate.
+samples themselves), how many training labels were wrong, and the models' width and depth. Else training may differ from
+model to model: each architecture has its own learning rate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from decaybench.core.names import unknown
 from decaybench.results.leaderboard import Row, differences, distinct, rows, settings_of, short
 from decaybench.results.record import Record
 
-_SHARED = ("harness_version", "dtype", "train_length", "task.", "evaluation.", "model.d_model", "model.n_layers")
+_SHARED = (
+    *("harness_version", "dtype", "train_length", "task.", "evaluation.", "training.label_noise"),
+    *("model.d_model", "model.n_layers"),
+)
 
 
 def comparable(
@@ -25,8 +28,8 @@ def comparable(
     """The summary's rows of one task that may stand in one figure: like with like, and a row a model and variant.
 
     variants: those wanted, in this order; None: all. where: `[MODEL:]KEY=VALUE`, keeps the records (of that model) with
-    this setting. Raises UserError with one line on names that aren't there; where what was asked, its samples or the
-    models' width and depth differ; and where a model was trained in several ways.
+    this setting. Raises UserError with one line on names that aren't there; where what was asked, its samples, the
+    label noise or the models' width and depth differ; and where a model was trained in several ways.
     """
     of_task = [record for record in records if record.task.name == task]
     if not of_task:
@@ -44,8 +47,8 @@ def comparable(
 
 
 def _read(value: str) -> Any:
-    """A value as --set reads it: 0.01, true, null."""
-    return apply_settings({}, [f"value={value}"])["value"]
+    """A value as --set reads it: 0.01, true, null; and none, as tables write what isn't there."""
+    return None if value == "none" else apply_settings({}, [f"value={value}"])["value"]
 
 
 def _chosen(records: Sequence[Record], where: Iterable[str]) -> list[Record]:

@@ -35,7 +35,7 @@ class Point:
     """What an experiment reached at one length.
 
     by_seed: accuracies, 0..1, the mean over depths. samples: of a cell, fewest and most. depths: whether there are
-    several.
+    several. references: what rules without a model reach, by name, the mean over cells; empty: the task has none.
     """
 
     eval_length: int
@@ -43,6 +43,7 @@ class Point:
     by_seed: dict[int, float]
     samples: tuple[int, int]
     depths: bool
+    references: dict[str, float]
 
     @property
     def median(self) -> float:
@@ -78,6 +79,15 @@ class Row:
     def seeds(self) -> dict[str, int]:
         """How many seeds, by column."""
         return {column: len(point.by_seed) for column, point in self.points.items()}
+
+    @property
+    def references(self) -> dict[str, dict[str, float]]:
+        """What rules without a model reach, by the rule's name and column."""
+        found: dict[str, dict[str, float]] = {}
+        for column, point in self.points.items():
+            for name, value in point.references.items():
+                found.setdefault(name, {})[column] = value
+        return found
 
 
 def read_leaderboard(path: Path) -> list[Record]:
@@ -187,7 +197,7 @@ def distinct(values: Iterable[Any]) -> list[Any]:
 
 def short(value: Any) -> str:
     """A setting's value in few characters."""
-    text = str(value)
+    text = "none" if value is None else str(value)
     return text if len(text) <= 16 else text[:12] + "…"
 
 
@@ -200,17 +210,42 @@ def table(records: Sequence[Record]) -> Table:
     short = any(_length(row) != str(row.train_length or "") for row in lines)
     caption = "medians over seeds; T: training length, tokens"
     caption += " (in brackets: the longest sequence really trained on)" if short else ""
+    caption += "; models in brackets: rules without a model, on the same samples" if _rules(lines) else ""
     grid = Table(caption=caption, caption_justify="left")
     for heading in ("task", "model", "T", "variant", *(["settings"] if any(notes) else []), *names, "seeds"):
         left = heading in ("task", "model", "variant", "settings")
         grid.add_column(heading, justify="left" if left else "right", overflow="fold", min_width=5)
     for row, note in zip(lines, notes, strict=True):
-        values = [f"{row.values[name]:.3f}" if name in row.values else "" for name in names]
         few, most = min(row.seeds.values()), max(row.seeds.values())
         seeds = f"{few}" if few == most else f"{few}-{most}"
         told = [note] if any(notes) else []
-        grid.add_row(f"{row.task} v{row.version}", row.model, _length(row), row.variant, *told, *values, seeds)
+        values = _shown(row.values, names)
+        grid.add_row(f"{row.task} v{row.version}", _model(row), _length(row), row.variant, *told, *values, seeds)
+    for row, name in _rules(lines):
+        told = [""] if any(notes) else []
+        values = _shown(row.references[name], names)
+        grid.add_row(f"{row.task} v{row.version}", f"({name})", _length(row), row.variant, *told, *values, "")
     return grid
+
+
+def _model(row: Row) -> str:
+    """The model's name; what it was trained on belongs to it where that was wrong in part."""
+    noise = row.settings.get("training.label_noise")
+    return f"{row.model}, label noise {noise:g}" if isinstance(noise, int | float) else row.model
+
+
+def _shown(values: dict[str, float], names: Sequence[str]) -> list[str]:
+    return [f"{values[name]:.3f}" if name in values else "" for name in names]
+
+
+def _rules(lines: Sequence[Row]) -> list[tuple[Row, str]]:
+    """The rules without a model, each once with a row that was asked the same: it has their accuracies."""
+    found: dict[tuple[Any, ...], tuple[Row, str]] = {}
+    for row in lines:
+        for name, values in row.references.items():
+            asked = (row.task, row.version, row.train_length, row.variant, name, *values.items())
+            found.setdefault(asked, (row, name))
+    return list(found.values())
 
 
 @contextmanager
@@ -282,7 +317,13 @@ def _point(by_seed: dict[int, dict[str, CellResult]]) -> Point:
         by_seed={seed: statistics.fmean(cell.value for cell in named.values()) for seed, named in by_seed.items()},
         samples=(min(cell.n for cell in cells), max(cell.n for cell in cells)),
         depths=len({cell.coordinates.get("depth") for cell in cells}) > 1,
+        references=_references([cell.references or {} for cell in cells]),
     )
+
+
+def _references(known: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = [name for name in known[0] if all(name in found for found in known)]
+    return {name: statistics.fmean(found[name] for found in known) for name in names}
 
 
 def _columns(record: Record) -> Iterator[tuple[str, CellResult]]:

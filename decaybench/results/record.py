@@ -46,6 +46,7 @@ def _json_able(content: dict[str, Any]) -> dict[str, Any]:
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_json_able)]
 Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(ge=0)]
 Coordinates = dict[str, StrictInt | StrictFloat]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -114,7 +115,9 @@ class TrainingInfo(Part):
     optimizer: str = Field(description="the optimiser's name")
     learning_rate: float = Field(ge=0, description="highest learning rate of the schedule")
     final_loss: float = Field(description="training loss at the end, nats per label")
-    final_accuracy: float | None = Field(default=None, ge=0, le=1, description="training accuracy at the end, 0..1")
+    final_accuracy: float | None = Field(
+        default=None, ge=0, le=1, description="training accuracy at the end, on the labels trained on, 0..1"
+    )
     stages: tuple[StageInfo, ...] = Field(default=(), description="the curriculum's stages in order; none: empty")
 
 
@@ -186,6 +189,11 @@ class CellResult(Part):
     interval: Interval = Field(description="95 % interval of the value, see `statistics.cell_statistics`")
     by_distance: tuple[DistanceBin, ...] = Field(
         default=(), description="answers by distance, in octaves, nearest first; empty: the task has no distances"
+    )
+    references: dict[str, Share] | None = Field(
+        default=None,
+        description="accuracies of rules without a model on the same samples, averaged as the value is, by name: bayes "
+        "(the best that is possible), majority, last; absent: the task has none",
     )
 
     @model_validator(mode="after")
@@ -318,7 +326,7 @@ class Record(Part):
 class Group(NamedTuple):
     """The cells of one variant, length and coordinates but depth, put together: the mean over depths.
 
-    coordinates: the others.
+    coordinates: the others. references: as a cell's, the mean over samples; empty where there are none.
     """
 
     variant: str
@@ -328,6 +336,7 @@ class Group(NamedTuple):
     value: float
     interval: Interval
     n: int
+    references: dict[str, float]
 
 
 def seal(content: Mapping[str, Any]) -> Record:
@@ -412,6 +421,12 @@ def groups(record: Record) -> list[Group]:
     return [_group(record.task.metric, cells) for cells in found.values()]
 
 
+def label_noise(record: Record) -> float:
+    """The share of training labels that were replaced (`training.label_noise`); 0 where it isn't said."""
+    said = record.training.config.get("label_noise") if record.training else None
+    return float(said) if isinstance(said, int | float) else 0.0
+
+
 def without_depth(cell: CellResult) -> Coordinates:
     """A cell's coordinates but its depth, over which tables and lines take the mean."""
     return {name: value for name, value in cell.coordinates.items() if name != "depth"}
@@ -433,7 +448,15 @@ def _group(metric: Metric, cells: Sequence[CellResult]) -> Group:
     asked = [count for cell in cells for count in cell.asked]
     value, _, interval = cell_statistics(metric, correct, asked)
     first = cells[0]
-    return Group(first.variant, first.eval_length, first.ratio, without_depth(first), value, interval, len(asked))
+    known = [(cell.n, cell.references or {}) for cell in cells]
+    references = {
+        name: math.fsum(n * found[name] for n, found in known) / len(asked)
+        for name in first.references or {}
+        if all(name in found for _, found in known)
+    }
+    return Group(
+        first.variant, first.eval_length, first.ratio, without_depth(first), value, interval, len(asked), references
+    )
 
 
 def _problems(cell: CellResult, metric: Metric, train_length: int | None) -> Iterator[str]:

@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from decaybench.core.scoring import Metric
-from decaybench.results.record import Record, groups
+from decaybench.results.record import Record, groups, label_noise
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 _ACCURACY: dict[Metric, str] = {
     "mean_accuracy": "share of a sample's questions answered",
     "all_correct": "share of samples with every answer right",
+}
+
+
+_RULES = {
+    "bayes": "bayes knows how reliable each source is, and is the best possible",
+    "majority": "majority takes the most frequent value",
+    "last": "last the last one",
 }
 
 
@@ -45,19 +52,29 @@ def _coordinates(record: Record) -> list[str]:
     return list(dict.fromkeys(name for group in groups(record) for name in group.coordinates))
 
 
+def _references(record: Record) -> list[str]:
+    """The names of the rules without a model that have a column."""
+    return list(dict.fromkeys(name for group in groups(record) for name in group.references))
+
+
 def _headings(record: Record) -> tuple[str, ...]:
-    return ("variant", "length", "ratio", *_coordinates(record), "accuracy", "95 % interval", "samples")
+    own = ("accuracy", "95 % interval")
+    return ("variant", "length", "ratio", *_coordinates(record), *own, *_references(record), "samples")
 
 
 def _title(record: Record) -> str:
     origin = record.checkpoint.source if record.checkpoint else f"seed {record.seed}"
-    return f"{record.task.name} v{record.task.version}: {record.model.cell}, {origin}"
+    noise = label_noise(record)
+    trained = f", trained with label noise {noise:g}" if noise else ""
+    return f"{record.task.name} v{record.task.version}: {record.model.cell}, {origin}{trained}"
 
 
 def _caption(record: Record) -> str:
     parts = [f"accuracy: {_ACCURACY[record.task.metric]}"]
     if any("depth" in cell.coordinates for cell in record.cells):
         parts[0] += ", over all depths"
+    if names := _references(record):
+        parts.append(f"without a model: {', '.join(_RULES.get(name, name) for name in names)}")
     longest, wanted = record.longest_trained, record.train_length
     if longest is not None and wanted is not None and longest < wanted:
         parts.append(f"trained on at most {longest} tokens, so 1x ({wanted}) is beyond training already")
@@ -67,10 +84,11 @@ def _caption(record: Record) -> str:
 
 
 def _rows(record: Record) -> Iterator[tuple[str, ...]]:
-    names = _coordinates(record)
+    names, rules = _coordinates(record), _references(record)
     for group in groups(record):
         low, high = group.interval
         ratio = "" if group.ratio is None else f"{group.ratio:g}x"
         place = [str(group.coordinates[name]) if name in group.coordinates else "" for name in names]
         span = f"[{low:.3f}, {high:.3f}]"
-        yield group.variant, str(group.eval_length), ratio, *place, f"{group.value:.3f}", span, str(group.n)
+        without = [f"{group.references[name]:.3f}" if name in group.references else "" for name in rules]
+        yield group.variant, str(group.eval_length), ratio, *place, f"{group.value:.3f}", span, *without, str(group.n)

@@ -1,15 +1,16 @@
 """What a task is: a pure generator of samples and the rule that scores them.
 
 A `Shape` says what one sample looks like; a batch of samples is a pure function of (task, version, config, split,
-seed, shape, index). A task knows nothing of models or training: it hands out token and label arrays, and names the
-metric (core.scoring) that turns "was this label predicted?" into scores.
+seed, shape, index). A task knows nothing of models or training: it hands out token and label arrays, names the metric
+(core.scoring) that turns "was this label predicted?" into scores, and says what is known without a model: what its
+tokens stand for (`token_classes`), how well simple rules answer (`references`) and how well anything can (`ceiling`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
@@ -23,6 +24,8 @@ from decaybench.core.hashing import digest, key64, without_absent
 from decaybench.core.scoring import Metric
 
 IGNORED = -100
+
+_HIT, _OTHER = 0, 1  # streams of label noise
 
 Split = Literal["train", "validation", "test"]
 
@@ -72,7 +75,7 @@ class Batch:
 
     tokens [B, T]: what the model reads. labels [B, T]: what it should say at that place, IGNORED elsewhere.
     distance [B, T]: tokens between the place where the answer was written and the place where it is asked, 0 where
-    nothing is asked. details: further facts about each sample, [B] each (a realised depth, for example).
+    nothing is asked. details: further facts about each sample, [B, ...] each (a realised depth, for example).
     """
 
     tokens: NDArray[np.int64]
@@ -150,6 +153,26 @@ class Task(ABC, Generic[T, S, E]):
         """What a user should know of these samples before reading numbers, a line each."""
         return []
 
+    def token_classes(self) -> dict[str, range]:
+        """What tokens stand for: the ids of each class by its name, disjoint; an id of no class has none.
+
+        By these a learned quantity of a token is drawn, and the class `value` holds all answers (`with_label_noise`).
+        What depends on a token's place and not on its id (the filler of an MQAR sample) is no class.
+        """
+        return {}
+
+    def references(self, batch: Batch) -> dict[str, NDArray[np.float64]]:
+        """Accuracies without a model, by the name of a rule that answers from the sample alone; none by default.
+
+        Each [B], averaged over a sample's questions as the metric does. Where a rule has several equal choices, it is
+        the accuracy to be expected of a fair draw among them. A pure function of each sample, whatever the batch.
+        """
+        return {}
+
+    def ceiling(self, shape: S) -> float | None:
+        """The best accuracy that anything can reach on samples of `shape`, 0..1; None: all can be right."""
+        return None
+
     def rules(self) -> dict[str, Any]:
         """The part of the configuration that changes samples; it enters keys and hashes.
 
@@ -165,6 +188,26 @@ class Task(ABC, Generic[T, S, E]):
         """
         self.check(shape)
         return self._sample(shape, Draws(key64(*self._origin(shape, split, seed)), indices))
+
+    def with_label_noise(
+        self, batch: Batch, share: float, shape: S, split: Split, seed: int, indices: NDArray[np.int64]
+    ) -> Batch:
+        """`batch`, the one with these indices, with each label replaced with probability `share` in [0, 1).
+
+        By a uniform draw from the other tokens of class `value`; a function of the arguments and the label's place, so
+        that a sample has the same wrong labels whenever it comes, and with a larger `share` these and more. Tokens stay
+        as they are. Raises UserError where the task has no class `value` of two tokens at least.
+        """
+        values = self.token_classes().get("value", range(0))
+        if len(values) < 2:
+            raise UserError(f"training.label_noise: task {self.name} doesn't say which tokens can be an answer")
+        draws = Draws(key64("label noise", *self._origin(shape, split, seed)), indices)
+        length = batch.labels.shape[1]
+        hit = batch.asked & (draws.uniform(_HIT, length) < share)
+        # The r-th of the others: step over the label itself.
+        others = values.start + draws.integers(_OTHER, length, len(values) - 1)
+        others += others >= batch.labels
+        return replace(batch, labels=np.where(hit, others, batch.labels))
 
     def sample_ids(self, shape: S, split: Split, seed: int, indices: NDArray[np.int64]) -> list[str]:
         """A sample's id: 16 hexadecimal digits, a hash of all that it is a function of."""

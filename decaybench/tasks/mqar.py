@@ -101,6 +101,11 @@ class Mqar(Task[MqarConfig, MqarShape, MqarEvaluation]):
         """Tokens are integers in [0, vocab_size)."""
         return self.config.vocab_size
 
+    def token_classes(self) -> dict[str, range]:
+        """Token 0 (filler where `fill` is zero), keys and values; with other fills a filler may be any of these."""
+        half = self.vocab_size // 2
+        return {"filler": range(1), "key": range(1, half), "value": range(half, self.vocab_size)}
+
     def check(self, shape: MqarShape) -> None:
         """Raises UserError where no sample of `shape` exists: T is odd, 4 kv > T, or kv > V/2 - 1."""
         if shape.length < 4 * shape.kv:
@@ -129,13 +134,12 @@ class Mqar(Task[MqarConfig, MqarShape, MqarEvaluation]):
 
     def cells(self, evaluation: MqarEvaluation, lengths: Sequence[int]) -> list[Cell]:
         """A cell for each variant and length, or for each of `pairs`, with its number of pairs as coordinate."""
-        if evaluation.pairs is not None:
-            return [self._cell("listed", length, kv) for length, kv in evaluation.pairs]
-        return [
-            self._cell(variant, length, self._pairs(evaluation, variant, length))
-            for variant in evaluation.variants
-            for length in lengths
-        ]
+        cells = []
+        for variant, length, kv in cell_sizes(evaluation, lengths, self.config.train_length):
+            shape = MqarShape(length=length, kv=kv)
+            self.check(shape)
+            cells.append(Cell(shape, variant, {"kv": kv}))
+        return cells
 
     def remarks(self, cells: Sequence[Cell]) -> list[str]:
         """With fill `random`: how often the filler repeats a key, which asks for the rebinding of a key, not recall."""
@@ -150,22 +154,11 @@ class Mqar(Task[MqarConfig, MqarShape, MqarEvaluation]):
         worst = max(repeats, key=repeats.__getitem__)
         return [f"fill random repeats a sample's keys, up to {repeats[worst]:.2g} times a sample on average ({worst})"]
 
-    def _cell(self, variant: str, length: int, kv: int) -> Cell:
-        shape = MqarShape(length=length, kv=kv)
-        self.check(shape)
-        return Cell(shape, variant, {"kv": kv})
-
-    def _pairs(self, evaluation: MqarEvaluation, variant: Variant, length: int) -> int:
-        if variant == "persist" and evaluation.persist_kv is not None:
-            return evaluation.persist_kv
-        tokens = length if variant == "capacity" else self.config.train_length
-        return max(1, tokens // evaluation.capacity_ratio)
-
     def _sample(self, shape: MqarShape, draws: Draws) -> Batch:
         kv, half = shape.kv, self.vocab_size // 2
         keys = 1 + draws.distinct(_KEYS, kv, half - 1)
         values = half + draws.distinct(_VALUES, kv, self.vocab_size - half)
-        slots = draws.weighted(_SLOTS, kv, _slot_weights((shape.length - 2 * kv) // 2, self.config.power))
+        slots = draws.weighted(_SLOTS, kv, slot_weights((shape.length - 2 * kv) // 2, self.config.power))
         asked = 2 * kv + 2 * slots
 
         tokens = np.zeros((len(keys), shape.length), dtype=np.int64)
@@ -188,10 +181,7 @@ class Mqar(Task[MqarConfig, MqarShape, MqarEvaluation]):
         if self.config.fill == "random":
             words = draws.integers(_FILL, fillers, self.vocab_size)
         else:
-            words = draws.integers(_FILL, fillers, self.vocab_size - kv)
-            # The r-th of the tokens that are no key: step over each key, smallest first.
-            for key in np.sort(keys, axis=1).T:
-                words += words >= key[:, None]
+            words = step_over(draws.integers(_FILL, fillers, self.vocab_size - kv), keys)
         # 0 is neither a key nor a value, so each sample has exactly this many places left.
         tokens[tokens == 0] = words.ravel()
 
@@ -201,8 +191,36 @@ def expected_key_repeats(shape: MqarShape, vocab_size: int) -> float:
     return (shape.length - 3 * shape.kv) * shape.kv / vocab_size
 
 
-def _slot_weights(space: int, power: float) -> NDArray[np.float64]:
+def slot_weights(space: int, power: float) -> NDArray[np.float64]:
+    """How likely each of `space` slots is to hold a question, not normalised: i^(power - 1), i = 1 .. space."""
     return np.arange(1, space + 1, dtype=np.float64) ** (power - 1)
+
+
+def step_over(ranks: NDArray[np.int64], taken: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each rank r of [B, n] the r-th of the tokens 0, 1, ... that aren't among its row's `taken` [B, k], distinct.
+
+    So uniform ranks become uniform tokens that are none of them. Works in place.
+    """
+    for token in np.sort(taken, axis=1).T:  # smallest first
+        ranks += ranks >= token[:, None]
+    return ranks
+
+
+def cell_sizes(evaluation: MqarEvaluation, lengths: Sequence[int], train_length: int) -> list[tuple[str, int, int]]:
+    """(variant, length, pairs) of each cell: a cell for each variant and length, or for each of `evaluation.pairs`."""
+    if evaluation.pairs is not None:
+        return [("listed", length, kv) for length, kv in evaluation.pairs]
+    return [
+        (variant, length, _pairs(evaluation, variant, length if variant == "capacity" else train_length))
+        for variant in evaluation.variants
+        for length in lengths
+    ]
+
+
+def _pairs(evaluation: MqarEvaluation, variant: Variant, tokens: int) -> int:
+    if variant == "persist" and evaluation.persist_kv is not None:
+        return evaluation.persist_kv
+    return max(1, tokens // evaluation.capacity_ratio)
 
 
 def _curriculum(train_length: int) -> tuple[MqarStage, ...]:

@@ -117,6 +117,16 @@ class Niah(Task[NiahConfig, NiahShape, NiahEvaluation]):
         """Tokens are integers in [0, vocab_size)."""
         return SPECIALS + self.config.key_tokens + self.config.value_tokens + self.config.hay_tokens
 
+    def token_classes(self) -> dict[str, range]:
+        """The special tokens one by one, then the ranges of keys, values and hay; needles are planted by a marker."""
+        classes = {"pad": range(PAD, PAD + 1), "needle": range(NEEDLE, NEEDLE + 1), "query": range(QUERY, QUERY + 1)}
+        first = SPECIALS
+        for name in ("key", "value", "hay"):
+            size = getattr(self.config, f"{name}_tokens")
+            classes[name] = range(first, first + size)
+            first += size
+        return classes
+
     def rules(self) -> dict[str, Any]:
         """The vocabulary: `values` and `haystack` enter a sample by its shape."""
         rules = super().rules()

@@ -8,21 +8,35 @@ from typing import Any
 from decaybench.core.names import unknown
 from decaybench.tasks.base import EvaluationConfig, Task, TaskConfig
 from decaybench.tasks.mqar import Mqar, MqarConfig, MqarEvaluation
+from decaybench.tasks.mqar_noisy import MqarNoisy, MqarNoisyConfig, MqarNoisyEvaluation
 from decaybench.tasks.niah import Niah, NiahConfig, NiahEvaluation
 
 
 @dataclass(frozen=True)
 class TaskEntry:
-    """A task, its two configurations and one line about it."""
+    """A task, its two configurations and one line about it. words: what `bench` is told to run it; none: its name."""
 
     task: type[Task[Any, Any, Any]]
     config: type[TaskConfig]
     evaluation: type[EvaluationConfig]
     description: str
+    words: str | None = None
+
+    @property
+    def command(self) -> str:
+        """What `bench` is told to run it."""
+        return self.words or self.task.name
 
 
 TASKS: dict[str, TaskEntry] = {
     "mqar": TaskEntry(Mqar, MqarConfig, MqarEvaluation, "recall of many key-value pairs, by number and by length"),
+    "mqar-noisy": TaskEntry(
+        MqarNoisy,
+        MqarNoisyConfig,
+        MqarNoisyEvaluation,
+        "recall of a key's true value from several sources, some of them unreliable",
+        words="mqar --noisy-sources",
+    ),
     "niah": TaskEntry(Niah, NiahConfig, NiahEvaluation, "recall of one planted fact, by length and by depth"),
 }
 

@@ -44,10 +44,10 @@ from decaybench.models.ops.read_variance import read_variance
 from decaybench.models.ops.softmax_attention import kriging_attention, softmax_attention
 from decaybench.models.residual import Residual, Stream
 
-_LARGEST = math.exp(6.0)  # of a precision and of a variance: log lambda stays in [-6, 6]
+_LOG_LARGEST = 6.0  # of a precision and of a variance: log lambda stays in [-6, 6]
+_LARGEST = math.exp(_LOG_LARGEST)
 _FAINTEST = 1e-9  # write strength: its square times the smallest precision's is still a float32
 _TINY = 1e-30
-_INITIAL_NOISE = 1e-2
 _MLP_WIDTH = 8
 
 
@@ -65,10 +65,17 @@ class BftConfig(Config):
         description="weigh sources by their precision: softmax's bias (paper), a recurrence's writes (ours)",
     )
     gain: bool = Field(default=True, description="Kalman gain on the mixer's output (paper); off: K = 1")
-    jacobian: Literal["differentiable", "detached", "none"] | None = Field(
-        default=None, description="the FFN's J in the prediction (paper); none given: differentiable, where one exists"
+    jacobian: Literal["detached", "none"] | None = Field(
+        default=None,
+        description="the FFN's J in the prediction (paper): without its gradient, or J = 0; not given: differentiable",
     )
-    process_noise: bool = Field(default=True, description="learned Q in the prediction (paper), 1e-2 at first (ours)")
+    process_noise: bool = Field(default=True, description="learned Q in the prediction (paper)")
+    initial_noise: float = Field(default=1e-2, gt=0, le=100, description="Q at first (ours)")
+    units: Literal["output", "stream"] = Field(
+        default="output",
+        description="what variances are counted in: the mean square of each mixer's output, so that no projection's "
+        "scale changes K, or the stream's own units (ours)",
+    )
     observation: Literal["estimate", "sample"] = Field(
         default="estimate", description="lambda_obs: n / sigma2, of the estimate, or 1 / sigma2, of one sample (ours)"
     )
@@ -85,13 +92,15 @@ class BftConfig(Config):
         if self.control != "none" and changed:
             raise ValueError(f"control={self.control} stands in the place of BFT: {changed[0]} would change nothing")
         if self.precision == "frozen":
-            for name in ("tau_rate", "jacobian", "process_noise"):
+            for name in ("tau_rate", "reliability", "jacobian", "process_noise", "initial_noise"):
                 if self._differs(name):
                     raise ValueError(
                         f"precision=frozen carries none: {name}={getattr(self, name)} would change nothing"
                     )
         elif not (self.gain or self.reliability):
             raise ValueError("gain=false and reliability=false: the precision would be carried and change nothing")
+        if not self.process_noise and self._differs("initial_noise"):
+            raise ValueError(f"process_noise=false: initial_noise={self.initial_noise:g} would change nothing")
         return self
 
     def _differs(self, name: str) -> bool:
@@ -109,6 +118,8 @@ class BftConfig(Config):
             ("no-gain", not self.gain),
             ("no-jacobian" if self.jacobian == "none" else f"{self.jacobian}-jacobian", self.jacobian is not None),
             ("no-noise", not self.process_noise),
+            (f"noise{self.initial_noise:g}", self._differs("initial_noise")),
+            (f"{self.units}-units", self._differs("units")),
             (self.observation, self._differs("observation")),
             (f"nu{self.nu0:g}", self._differs("nu0")),
         ]
@@ -203,7 +214,7 @@ class InitialPrecision(Module):
                 log_tau = F.linear(hidden, self.up.to(wide.dtype)[None])
         else:
             log_tau = wide.new_zeros(*tokens.shape, 1)
-        return _bounded(torch.exp(-log_tau)).expand(wide.shape)
+        return torch.exp(-log_tau.clamp(-_LOG_LARGEST, _LOG_LARGEST)).expand(wide.shape)
 
 
 class KalmanObserver(Observer):
@@ -221,7 +232,7 @@ class KalmanObserver(Observer):
         self._variance: Tensor | None = None
 
     def log_reliability(self, values: Tensor, write_strength: Tensor | None, log_decay: Tensor) -> Tensor | None:
-        """log lbar_j - log(S0_j / D1_j), and 0 exactly where all precisions so far are alike."""
+        """log lbar_j - log(S0_j / D1_j)."""
         lbar = self.lbar[..., None]
         u = lbar.new_ones(values.shape[:3]) if write_strength is None else at_least_float32(write_strength)
         u = u.clamp(min=_FAINTEST)
@@ -239,7 +250,10 @@ class KalmanObserver(Observer):
             self.kept = SourceState(moments=kept)
         S0, D1, D2 = (part.clamp(min=_TINY) for part in (found.S0, found.D1, found.D2))
         self.sources = Sources(found.means, (S0 * S0 / D2).clamp(min=1), D1 / S0)
-        return lbar.log() - (S0.log() - D1.log()) if self.config.reliability else None
+        if not self.config.reliability or self.config.precision == "frozen":  # all alike: bit for bit as without
+            return None
+        # Not a difference of logs: those of faint writes are large, and float32 would leave 2e-6 of it.
+        return (lbar * self.sources.inverse).log()
 
     def read(self, heads: Tensor, scale: Tensor) -> None:
         assert self.sources is not None, "a recurrent mixer calls log_reliability before read"
@@ -262,7 +276,7 @@ class KalmanObserver(Observer):
         self.jacobian = jacobian.detach() if self.config.jacobian == "detached" else jacobian
 
     def variance(self, weight: Tensor) -> Tensor:
-        """R: of the mixer's output through its projection W_O = weight [D, H V]; [B, T, D]."""
+        """R: of the mixer's output through its projection W_O = weight [D, H V], in its own units; [B, T, D]."""
         assert self._variance is not None, "a mixer that takes BFT shows its heads to the observer"
         with without_autocast(weight):
             return F.linear(self._variance, weight.to(self._variance.dtype).square())
@@ -284,7 +298,7 @@ class KalmanResidual(Residual[KalmanObserver]):
 
     def initialise(self, draws_for: DrawsFor) -> None:
         if self.q is not None:
-            self.q.copy_(inverse_softplus(torch.tensor(_INITIAL_NOISE)))
+            self.q.copy_(inverse_softplus(torch.tensor(self.config.initial_noise)))
 
     def observer(self, stream: Stream, x: Tensor, context: Context, state: SourceState | None) -> KalmanObserver:
         P = _carried(stream)
@@ -294,12 +308,16 @@ class KalmanResidual(Residual[KalmanObserver]):
 
     def update(self, stream: Stream, y: Tensor, observer: KalmanObserver, mixer: Mixer) -> Stream:
         P = _carried(stream)
-        h, after, K = kalman_update(stream.hidden, P, y, observer.variance(mixer.out_proj.weight))
+        R = observer.variance(mixer.out_proj.weight)
+        if self.config.units == "output":
+            R = R / at_least_float32(y).square().mean(-1, keepdim=True).clamp(min=_TINY)
+        h, after, K = kalman_update(stream.hidden, P, y, R)
         after = P if self.config.precision == "frozen" else after
         if observer.context.trace is not None:
             n = observer.sources.size if observer.sources else None
+            gain = K if self.config.gain else torch.ones_like(K)
             before, updated = (variance.reciprocal().mean(-1) for variance in (P, after))
-            observer.context.trace.append(LayerTrace(K.mean(-1), before, updated, n, observer.log_decay))
+            observer.context.trace.append(LayerTrace(gain.mean(-1), before, updated, n, observer.log_decay))
         return Stream(h if self.config.gain else stream.hidden + y, after)
 
     def predict(

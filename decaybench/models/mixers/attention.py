@@ -2,12 +2,14 @@
 
     o_t = sum_{j <= t} softmax_j(q_t . k_j / sqrt(K)) v_j,   q, k rotated by their positions (arXiv 2104.09864)
 
-Keys of other documents and padding are hidden by a mask. The cache grows by one entry a token.
+With `conv_width`, q, k and v pass a short convolution first (Primer, arXiv 2109.08668), the one that most recurrences
+have: a token then sees its neighbours in the first layer. Keys of other documents and padding are hidden by a mask. The
+cache grows by one entry a token.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from pydantic import Field
@@ -17,8 +19,10 @@ from decaybench.core.config import Config
 from decaybench.core.errors import UserError
 from decaybench.core.positions import Layout
 from decaybench.models.branch import Context, Mixer, Observer, Place
+from decaybench.models.mixers.parts import ShortConv, split_heads
 from decaybench.models.module import Linear
 from decaybench.models.ops.rotary import rotary
+from decaybench.models.ops.short_conv import conv_tail
 from decaybench.models.ops.softmax_attention import softmax_attention
 
 
@@ -27,6 +31,7 @@ class AttentionConfig(Config):
 
     n_heads: int = Field(default=4, ge=1, description="heads; they divide d_model")
     rope_base: float = Field(default=10_000.0, gt=1, description="base of the rotary wavelengths")
+    conv_width: int | None = Field(default=None, ge=1, description="taps of the short convolution, tokens; none: none")
 
     def head_dim(self, d_model: int) -> int:
         """Channels a head. Raises UserError where the sizes don't divide into even parts."""
@@ -39,11 +44,15 @@ class AttentionConfig(Config):
 
 @dataclass(frozen=True)
 class AttentionState:
-    """k, v: [B, S, H, K], keys rotated. positions: int64 [B, S], 0 where an entry must not be seen."""
+    """k, v: [B, S, H, K], keys rotated. positions: int64 [B, S], 0 where an entry must not be seen.
+
+    conv: [B, W-1, 3 D], the short convolution's last inputs, or None without one.
+    """
 
     k: Tensor
     v: Tensor
     positions: Tensor
+    conv: Tensor | None = None
 
 
 class Attention(Mixer):
@@ -54,6 +63,7 @@ class Attention(Mixer):
         self.config, self.heads = config, config.n_heads
         self.head_dim = config.head_dim(place.d_model)
         self.qkv_proj = Linear(place.d_model, 3 * place.d_model)
+        self.conv = ShortConv(3 * place.d_model, config.conv_width, bias=False) if config.conv_width else None
         self.out_proj = Linear(place.d_model, place.d_model, shrink=place.shrink)
 
     def forward(
@@ -61,13 +71,17 @@ class Attention(Mixer):
     ) -> tuple[Tensor, AttentionState | None]:
         B, T, D = x.shape
         layout = context.layout
-        q, k, v = (part.reshape(B, T, self.config.n_heads, self.head_dim) for part in self.qkv_proj(x).chunk(3, dim=-1))
+        qkv, tail = self.qkv_proj(x), None
+        if self.conv is not None and self.config.conv_width is not None:
+            qkv, inputs = self.conv(qkv, layout, state.conv if state else None)
+            tail = conv_tail(inputs, layout, self.config.conv_width)
+        q, k, v = (split_heads(part, self.heads) for part in qkv.chunk(3, dim=-1))
         q, k = (rotary(part, layout.positions, self.config.rope_base).to(x.dtype) for part in (q, k))
         mask = _visible(layout, B, state)
-        cached = AttentionState(k, v, layout.positions.expand(B, T))
+        cached = AttentionState(k, v, layout.positions.expand(B, T), tail)
         if state is not None:
             k, v = torch.cat([state.k.to(k.dtype), k], dim=1), torch.cat([state.v.to(v.dtype), v], dim=1)
-            cached = AttentionState(k, v, torch.cat([state.positions, cached.positions], dim=1))
+            cached = AttentionState(k, v, torch.cat([state.positions, cached.positions], dim=1), tail)
         attend = softmax_attention if observer is None else observer.attend
         y = attend(q, k, v, mask).reshape(B, T, D)
         if observer is not None:
@@ -101,4 +115,4 @@ def _forget_earlier_documents(cached: AttentionState, layout: Layout) -> Attenti
     T = layout.segments.shape[1]
     last = layout.segments[:, -1:]  # constant over trailing padding
     keep = torch.cat([(last == 0).expand(-1, cached.positions.shape[1] - T), layout.segments == last], dim=1)
-    return AttentionState(cached.k, cached.v, cached.positions * keep)
+    return replace(cached, positions=cached.positions * keep)

@@ -110,7 +110,7 @@ class LinearAttention(Mixer):
         values = v = split_heads(v, H)
         log_decay = self.gate(x, layout.positions)
         if observer is not None and (log_w := observer.log_reliability(v, None, log_decay)) is not None:
-            values = v * log_w.exp()[..., None]
+            values = (v * log_w.exp()[..., None]).to(v.dtype)
         o, memory = self.gate.recurrence(
             *self.placed(q, k, layout.positions),
             values,

@@ -39,7 +39,7 @@ class _ReadVariance(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, means: Tensor, a: Tensor, b: Tensor, heads: Tensor | None, scale: Tensor | None) -> Tensor:
         m, q = means.chunk(2, dim=-1)
-        s2 = torch.addcmul(q, m, m, value=-1).clamp_(min=0)
+        s2 = _spread(means)
         q_mean, s2_mean = q.mean(-1, keepdim=True), s2.mean(-1, keepdim=True)
         size = relative = None
         factor = torch.ones_like(a)
@@ -50,13 +50,14 @@ class _ReadVariance(torch.autograd.Function):
         y = torch.mul(s2, factor * a).add_(factor * b * q_mean)
         if scale is not None:
             y.mul_(scale).mul_(scale)
-        ctx.save_for_backward(means, a, b, heads, scale, s2, q_mean, s2_mean, relative, factor)
+        ctx.save_for_backward(means, a, b, heads, scale, q_mean, s2_mean, relative, factor)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        means, a, b, heads, scale, s2, q_mean, s2_mean, relative, factor = ctx.saved_tensors
+        means, a, b, heads, scale, q_mean, s2_mean, relative, factor = ctx.saved_tensors
+        s2 = _spread(means)
         V = s2.shape[-1]
         m = means[..., :V]
         with without_autocast(dy):
@@ -80,6 +81,11 @@ class _ReadVariance(torch.autograd.Function):
             torch.add(ds2, dq_mean / V, out=dmeans[..., V:])
             torch.mul(m, ds2.sub_(dm_square / V).mul_(-2), out=dmeans[..., :V])
         return dmeans, da, db, dheads, dscale
+
+
+def _spread(means: Tensor) -> Tensor:
+    m, q = means.chunk(2, dim=-1)
+    return torch.addcmul(q, m, m, value=-1).clamp_(min=0)
 
 
 def _mean_square(x: Tensor) -> Tensor:
