@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from decaybench.core.config import parse
 from decaybench.core.errors import RunError, UserError
 from decaybench.models import registry
+from decaybench.models.addons import ADDONS
 from decaybench.models.config import PRESETS, ModelConfig, preset
 from decaybench.models.language_model import build_model
 from decaybench.models.registry import Architecture, architectures, get_architecture
@@ -64,6 +66,8 @@ def test_another_packages_model_is_built_like_ours(installed):
     assert build_model(config)(small.tokens(1, 5)).logits.shape == (1, 5, 31)
     with pytest.raises(UserError, match="post needs a mixer with decays; mamba2b has none"):
         parse(ModelConfig, {"name": "mamba2b", "post": {"horizon": 64}})
+    with pytest.raises(UserError, match="bft needs a mixer that shows its heads; mamba2b doesn't"):
+        parse(ModelConfig, {"name": "mamba2b", "bft": {}})
 
 
 @pytest.mark.parametrize(
@@ -105,6 +109,11 @@ def test_an_architecture_that_names_nothing_is_named(installed, bad):
         ({"post": {"taper": "lerned"}}, "did you mean 'learned'?"),
         ({"post": {"horizn": 5}}, "unknown key 'post.horizn' (value 5); did you mean 'horizon'?"),
         ({"name": "attention", "post": {}}, "post needs a mixer with decays; attention has none"),
+        ({"bft": {"precison": "mlp"}}, "unknown key 'bft.precison' (value 'mlp'); did you mean 'precision'?"),
+        ({"bft": {"observation": "sampel"}}, "did you mean 'sample'?"),
+        ({"bft": {"jacobian": "detached"}}, "bft.jacobian=detached is of an FFN, and this model has none: J = 0"),
+        ({"bft": {"control": "scalar_gate", "nu0": 2.0}}, "control=scalar_gate stands in the place of BFT: nu0"),
+        ({"bft": {"precision": "frozen", "process_noise": False}}, "precision=frozen carries none: process_noise"),
         ({"post": {"gate": "softplus"}}, "post.gate=softplus is for gla, retnet; mamba2 has one gate, its own"),
         ({"name": "rwkv7", "post": {"gate": "baseline"}}, "rwkv7 has one gate, its own"),
         ({"name": "gla", "post": {"gate": "softplus"}}, "post.gate=softplus is what variant paper has: leave it out"),
@@ -157,7 +166,25 @@ def test_an_architecture_has_its_own_ffn():
 
 
 def test_a_configuration_survives_its_plain_form():
-    config = small.config(ffn={}, post={"variant": "minimal", "range": (2.0, 50.0)})
+    config = small.config(ffn={}, post={"variant": "minimal", "range": (2.0, 50.0)}, bft={"gain": False})
     assert parse(ModelConfig, config.plain()) == config
-    assert config.cell == "mamba2+post-minimal-range"
+    assert config.cell == "mamba2+post-minimal-range+bft-no-gain"
+    assert config.addons == ("post-minimal-range", "bft-no-gain")
     assert small.config(post={}).cell == "mamba2+post"
+    assert small.config(bft={}).cell == "mamba2+bft"
+
+
+def test_the_table_of_add_ons_is_what_configurations_and_architectures_have():
+    for name, addon in ADDONS.items():
+        assert addon.name == name
+        assert ModelConfig.model_fields[name].annotation == addon.config_class() | None
+        assert addon.source.removeprefix("arXiv ") in sys.modules[addon.config_class().__module__].__doc__
+        for variant in addon.variants:
+            found = parse(addon.config_class(), variant)
+            assert found.name.split("-")[0] == name
+        assert parse(addon.config_class(), addon.variants[0]) == addon.config_class()(), (
+            "the first is what --flag gives"
+        )
+    for architecture in architectures().values():
+        assert list(architecture.addons) == [name for name in ADDONS if name in architecture.addons]
+        assert all(architecture.addons.values())
