@@ -258,7 +258,7 @@ def spectrum(
 
 @app.command()
 def precision(
-    runs: Annotated[list[Path], typer.Argument(help="Runs of one task, with BFT or a gate.", metavar="RUN...")],
+    runs: Annotated[list[Path], typer.Argument(help="Runs of one task trained with --bft.", metavar="RUN...")],
     eval_lengths: Annotated[
         str | None,
         typer.Option(

@@ -25,6 +25,7 @@ TINY = (
 )
 NIAH = ("niah", *TINY, "--depths", "0,0.5,1")
 MQAR = ("mqar", *TINY)
+NOISY = ("mqar", "--noisy-sources", *TINY, "--set", "evaluation.persist_kv=2")
 
 _processes: Any = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(

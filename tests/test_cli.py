@@ -24,11 +24,11 @@ from decaybench.models.config import ModelConfig
 from decaybench.models.registry import architectures
 from decaybench.results.leaderboard import add_record
 from decaybench.tasks.registry import TASKS
-from tests.command import MQAR, NIAH, bench
+from tests.command import MQAR, NIAH, NOISY, bench
 from tests.results.board import measured, seeds
 
 BENCH = Path(sys.executable).with_name("bench")
-COMMANDS = ("niah", "mqar", "spectrum", "selftest", "speed", "leaderboard", "list")
+COMMANDS = ("niah", "mqar", "spectrum", "precision", "selftest", "speed", "leaderboard", "list")
 
 
 def call(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -84,7 +84,8 @@ def test_each_command_explains_itself(command: str) -> None:
 def test_tasks_have_the_common_flags(command: str) -> None:
     out = bench(command, "-h").out
     for flag in (
-        *("--model", "--post", "--preset", "--config", "--train-length", "--seed", "--seeds", "--checkpoint"),
+        *("--model", "--post", "--bft", "--preset", "--config", "--train-length", "--seed", "--seeds", "--checkpoint"),
+        "--label-noise",
         *("--eval-lengths", "--variants", "--samples", "--set", "--device", "--backend", "--out", "--force"),
         *("--json", "--quiet"),
     ):
@@ -110,7 +111,11 @@ def test_list_as_json() -> None:
     assert [entry["name"] for entry in found["tasks"]] == list(TASKS)
     presets = {(entry["task"], entry["name"]) for entry in found["presets"]}
     assert {("niah", "smoke"), ("mqar", "smoke"), ("mqar", "post-16k"), ("mqar", "zoology-based")} <= presets
-    assert [entry["name"] for entry in found["add-ons"]] == ["post"]
+    assert [entry["name"] for entry in found["add-ons"]] == ["post", "bft"]
+    assert {entry["name"]: entry["add-ons"] for entry in found["models"]} == {
+        **dict.fromkeys(architectures(), "post, bft"),
+        "attention": "bft",
+    }
 
 
 def test_list_as_tables() -> None:
@@ -125,8 +130,10 @@ def test_list_of_one_architecture(name: str) -> None:
     known = architectures()[name]
     found = json.loads(bench("list", name, "--json").out)
     assert (found["name"], found["source"], found["equation"]) == (name, known.source, known.equation)
-    assert (found["PoST"], found["verified"]) == (known.post, known.verified)
-    (smoke, _) = [entry for entry in found["presets"] if entry["name"] == "smoke"]
+    assert found["verified"] == known.verified
+    titles = {"PoST": "post", "BFT": "bft"}
+    assert {titles[key]: said for key, said in found.items() if key in titles} == known.addons
+    smoke, *_ = [entry for entry in found["presets"] if entry["name"] == "smoke"]
     assert smoke["model"]["d_model"] == 64 and smoke["learning rate"] > 0
     assert {entry["key"] for entry in found["settings"]} == {
         f"model.mixer.{field}" for field in known.config_class().model_fields
@@ -134,7 +141,8 @@ def test_list_of_one_architecture(name: str) -> None:
     code, out, err = bench("list", name)
     assert (code, err) == (0, "")
     told = " ".join(out.split())
-    for words in (known.source, known.equation, known.post, known.verified, *(row["key"] for row in found["settings"])):
+    named = [row["key"] for row in found["settings"]]
+    for words in (known.source, known.equation, *known.addons.values(), known.verified, *named):
         assert " ".join(words.split()) in told
 
 
@@ -195,6 +203,46 @@ def test_the_table_says_what_was_asked_and_where_it_lies(here: Path) -> None:
     assert sum(Path(path).is_file() for path in paths) == 2
     assert "medians over seeds" in out
     assert out.count("mqar v1 ") == 2, "and a row for each variant, both seeds in it"
+
+
+def test_noisy_sources_are_a_task_of_their_own(here: Path) -> None:
+    code, out, _ = bench(*NOISY, "--seeds", "0,1")
+    assert code == 0
+    for words in ("mqar-noisy v1: mamba2, seed 0", "bayes", "majority", "last", "(bayes)", "persist"):
+        assert words in out
+    assert out.count("(majority)") == 2, "once a variant: both seeds were asked the same"
+    runs = sorted(Path("runs").iterdir())
+    assert len(runs) == 2 and all(run.name.startswith("mqar-noisy-mamba2-") for run in runs)
+    words = ("--config", str(runs[0] / "config.yaml"))
+    result = bench("mqar", "--noisy-sources", *words)
+    assert result.code == 0 and "already done" in result.err
+    result = bench("mqar", "--noisy-sources", "--checkpoint", str(runs[0]), "--samples", "3", "--json")
+    assert result.code == 0
+    record = json.loads(result.out)
+    assert record["task"]["name"] == "mqar-noisy" and set(record["cells"][0]["references"]) == {
+        *("bayes", "majority", "last")
+    }
+    for own, others in (((), words), (("--noisy-sources",), ("--set", "task.name=mqar"))):
+        refused = bench("mqar", *own, *others)
+        assert (refused.code, refused.out) == (2, "") and refused.err.count("\n") == 1
+
+
+def test_label_noise_by_flag_is_said_in_the_table_and_the_record(here: Path) -> None:
+    code, out, _ = bench(*MQAR, "--label-noise", "0.25")
+    assert code == 0 and "mamba2, seed 0, trained with label noise 0.25" in out
+    assert bench(*MQAR).code == bench(*MQAR, "--label-noise", "0").code == 0
+    records = [json.loads(path.read_text()) for path in Path("runs").glob("*/evaluations/*/record.json")]
+    assert len(records) == 2, "no noise is the run without the flag"
+    assert sorted(record["training"]["config"]["label_noise"] or 0 for record in records) == [0, 0.25]
+    runs = sorted(str(path) for path in Path("runs").iterdir())
+    assert bench("leaderboard", "add", *runs, "--file", "board.json").code == 0
+    assert "mamba2, label noise 0.25" in " ".join(bench("leaderboard", "show", "board.json").out.split())
+    assert bench("leaderboard", "validate", "board.json").out == "board.json: 2 entries, all valid\n"
+    refused = bench("leaderboard", "draw", "--task", "mqar", "--file", "board.json")
+    assert refused.code == 2 and "training.label_noise is " in refused.err
+    for chosen in ("none", "0.25"):
+        words = ("--where", f"training.label_noise={chosen}", "--out", "one.svg")
+        assert bench("leaderboard", "draw", "--task", "mqar", "--file", "board.json", *words).code == 0
 
 
 def test_what_the_installed_command_prints(tmp_path: Path) -> None:
@@ -284,9 +332,8 @@ def test_selftest_of_all_is_a_line_a_cell(monkeypatch: pytest.MonkeyPatch) -> No
     _checks(monkeypatch)
     code, out, err = bench("selftest", "--model", "all")
     assert (code, err) == (0, "")
-    addons = [
-        ("", *(["+post", "+post-minimal"] if "post" in known.addons else [])) for known in architectures().values()
-    ]
+    both, one = ("", "+post", "+post-minimal", "+bft", "+post+bft"), ("", "+bft")
+    addons = [both if "post" in known.addons else one for known in architectures().values()]
     cells = [name + addon for name, several in zip(architectures(), addons, strict=True) for addon in several]
     assert out.splitlines() == [f"{cell}: all 4 checks hold (float64, float32)" for cell in cells]
 
@@ -311,17 +358,27 @@ def test_selftest_of_one_cell_or_verbose_shows_every_check(monkeypatch: pytest.M
     assert "packed rows" not in bench("selftest", "--model", "mamba2", "--post").out
     out = bench("selftest", "--model", "mamba2", "--post", "--verbose").out
     assert out.count("packed rows") == 4 and "mamba2+post-minimal float32: all 2 checks hold" in out
+    for model, flags, cells in (
+        ("attention", ["--bft"], ["attention+bft"]),
+        ("gla", ["--bft", "--post"], ["gla+post+bft", "gla+post-minimal+bft"]),
+    ):
+        rows = json.loads(bench("selftest", "--model", model, *flags, "--json").out)
+        assert [row["model"] for row in rows if row["pitfall"] == 9] == [
+            f"{cell} {dtype}" for cell in cells for dtype in ("float64", "float32")
+        ]
 
 
 def test_speed_from_the_command_line(here: Path) -> None:
     sizes = ("batch=2", "length=16", "vocab_size=32", "d_model=16", "n_layers=1", "mixer.headdim=8", "mixer.d_state=8")
     words = [word for size in sizes for word in ("--set", size)]
     code, out, err = bench(
-        "speed", "--post", *words, "--no-peers", "--repeats", "6", "--threads", "1", "--out", "a.json"
+        "speed", "--post", "--bft", *words, "--no-peers", "--repeats", "6", "--threads", "1", "--out", "a.json"
     )
     assert code == 0
     report = json.loads(Path("a.json").read_text())
-    assert [cell["cell"] for cell in report["cells"]] == ["mamba2", "mamba2+post", "mamba2+post-minimal"]
+    addons = ("", "+post", "+post-minimal", "+bft", "+post+bft")
+    assert [cell["cell"] for cell in report["cells"]] == [f"mamba2{addon}" for addon in addons]
+    assert [cell.get("base") for cell in report["cells"]] == [None, *["mamba2"] * 4]
     assert (report["repeats"], report["environment"]["threads"], report["peers"]) == (6, 1, [])
     assert {name: report["shape"][name] for name in ("batch", "length", "d_model")} == {
         "batch": 2,

@@ -17,6 +17,7 @@ from decaybench.models.registry import architectures
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
 BUILT_IN = {name: found for name, found in architectures().items() if found.mixer.startswith("decaybench.")}
+WITH_POST = [name for name, found in BUILT_IN.items() if "post" in found.addons]
 
 
 RATES = "Learning rates of preset smoke"
@@ -35,14 +36,16 @@ def test_every_architecture_has_its_section_and_no_other_has() -> None:
     assert list(sections()) == ["PoST in all of them", RATES, *BUILT_IN]
 
 
-@pytest.mark.parametrize("name", [name for name, found in BUILT_IN.items() if found.addons])
-def test_the_table_of_learning_rates_says_what_the_preset_takes(name: str) -> None:
-    head = re.search(r"^\| \|(.+)\|$", sections()[RATES], re.MULTILINE)
-    row = re.search(rf"^\| {name}\b[^|]*\|(.+)\|$", sections()[RATES], re.MULTILINE)
+@pytest.mark.parametrize("task", ["mqar", "niah"])
+@pytest.mark.parametrize("name", WITH_POST)
+def test_the_tables_of_learning_rates_say_what_the_presets_take(name: str, task: str) -> None:
+    table = sections()[RATES].partition(f"### {task.upper()}")[2].partition("###")[0]
+    head = re.search(r"^\| \|(.+)\|$", table, re.MULTILINE)
+    row = re.search(rf"^\| {name}\b[^|]*\|(.+)\|$", table, re.MULTILINE)
     assert head and row
     columns = zip(head[1].split("|"), row[1].split("|"), strict=True)
     (chosen,) = [rate for rate, cell in columns if "**" in cell]
-    assert preset_layer("mqar", "smoke", name)["training"]["learning_rate"] == float(chosen)
+    assert preset_layer(task, "smoke", name)["training"]["learning_rate"] == float(chosen)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -60,7 +63,7 @@ def test_a_section_says_all_that_is_asked_of_it(name: str) -> None:
     section, known = sections()[name], BUILT_IN[name]
     for word in ("**Initial values**", "**PoST", "**State**", "**Verified**"):
         assert word in section
-    if known.addons:
+    if "post" in known.addons:
         assert "paper" in section and "minimal" in section and "**Timescale at rest**" in section
         assert re.search(rf"^\| {name} \|", PAGE, re.MULTILINE), "and a line in the table of spectra"
     for package in ("transformers", "mamba-ssm", "flash-linear-attention", "rwkv.cpp"):
@@ -71,14 +74,14 @@ def test_a_section_says_all_that_is_asked_of_it(name: str) -> None:
     assert {str(path.relative_to(ROOT)) for path in own} <= set(named), "every test of it is named"
 
 
-@pytest.mark.parametrize("name", [name for name, found in BUILT_IN.items() if found.addons])
+@pytest.mark.parametrize("name", WITH_POST)
 def test_state_sizes_are_those_of_a_real_cache(name: str) -> None:
     (said,) = re.findall(r"([\d,]+) numbers a layer in preset smoke", plain(sections()[name]))
     model = build_model(parse(ModelConfig, preset("smoke", name)))
     assert set(state_elements(model, 128)) == {int(said.replace(",", ""))}
 
 
-@pytest.mark.parametrize("name", [name for name, found in BUILT_IN.items() if found.addons])
+@pytest.mark.parametrize("name", WITH_POST)
 @pytest.mark.parametrize("variant", ["paper", "minimal"])
 def test_the_table_of_spectra_is_where_they_start(name: str, variant: str) -> None:
     (row,) = re.findall(rf"^\| {name} \|(.*)\|$", sections()["PoST in all of them"], re.MULTILINE)

@@ -95,6 +95,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "unknown key of mixer": ((*NIAH, *set_("model.mixer.dstate=5")), ("'model.mixer.dstate'", "'d_state'")),
     "unknown key of ffn": ((*NIAH, *set_("model.ffn.multipl=5")), ("'model.ffn.multipl'", "'multiple'")),
     "unknown key of post": ((*NIAH, *set_("model.post.tapr=x")), ("'model.post.tapr'", "'x'", "'taper'")),
+    "unknown key of bft": ((*NIAH, "--bft", *set_("model.bft.gian=x")), ("'model.bft.gian'", "'x'", "'gain'")),
     "unknown key of task": ((*NIAH, *set_("task.hay_token=5")), ("'task.hay_token'", "'hay_tokens'")),
     "unknown key of evaluation": ((*NIAH, *set_("evaluation.sample=5")), ("'evaluation.sample'", "'samples'")),
     "unknown key of a stage": (
@@ -114,6 +115,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "section evaluation 0": ((*NIAH, *set_("evaluation=0")), ("evaluation=0",)),
     "section mixer 5": ((*NIAH, *set_("model.mixer=5")), ("model.mixer=5",)),
     "section post 5": ((*NIAH, *set_("model.post=5")), ("model.post=5",)),
+    "section bft 5": ((*NIAH, *set_("model.bft=5")), ("model.bft=5",)),
     # values
     "negative size": ((*NIAH, *set_("model.mixer.d_state=-1")), ("model.mixer.d_state=-1",)),
     "no layers": ((*NIAH, *set_("model.n_layers=0")), ("model.n_layers=0",)),
@@ -150,6 +152,18 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("model.post.variant='papr'", "did you mean 'paper'?"),
     ),
     "control of post": ((*NIAH, *set_("model.post.control=wide")), ("model.post.control='wide'", "'static_wide'")),
+    "jacobian without an FFN": (
+        (*NIAH, "--bft", *set_("model.bft.jacobian=detached")),
+        ("bft.jacobian=detached", "this model has none"),
+    ),
+    "precision of bft": (
+        (*NIAH, *set_("model.bft.precision=tokens")),
+        ("model.bft.precision='tokens'", "did you mean 'token'?"),
+    ),
+    "switches that leave nothing": (
+        (*NIAH, *set_("model.bft={gain: false, reliability: false}")),
+        ("model.bft", "gain=false and reliability=false"),
+    ),
     "fill": ((*MQAR, *set_("task.fill=randm")), ("task.fill='randm'", "did you mean 'random'?")),
     "depth 2": ((*NIAH, "--depths", "0,2"), ("evaluation.depths.1='2'",)),
     "depth a": ((*NIAH, "--depths", "a"), ("evaluation.depths.0='a'",)),
@@ -174,12 +188,43 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "config not text": ((*NIAH, "--config", "model.bin"), ("model.bin", "not valid YAML")),
     "config a folder": ((*NIAH, "--config", "folder"), ("folder", "Is a directory")),
     "config of another task": ((*NIAH, "--config", "mqar.yaml"), ("task.name='mqar'", "`bench mqar`")),
+    "config of noisy sources without the flag": (
+        (*MQAR, "--config", "noisy.yaml"),
+        ("task.name='mqar-noisy'", "`bench mqar --noisy-sources`"),
+    ),
+    "config of mqar with the flag of noisy sources": (
+        (*MQAR, "--noisy-sources", "--config", "mqar.yaml"),
+        ("task.name='mqar'", "use `bench mqar`"),
+    ),
+    "noisy sources in set": ((*MQAR, *set_("task.name=mqar-noisy")), ("`bench mqar --noisy-sources`",)),
+    "noisy sources of niah": ((*NIAH, "--noisy-sources"), ("--noisy-sources",)),
+    "bindings": (
+        (*MQAR, "--noisy-sources", *set_("task.min_bindings=5")),
+        ("task: min_bindings=5", "max_bindings is 5"),
+    ),
+    "bindings that don't fit": (
+        (*MQAR, "--noisy-sources", *set_("task.max_bindings=8")),
+        ("length=128", "8 bindings", "26 tokens a key", "208"),
+    ),
+    "reliability 2": (
+        (*MQAR, "--noisy-sources", *set_("task.reliabilities=[0.5,2]")),
+        ("task.reliabilities.1=2",),
+    ),
+    "label noise 1": ((*MQAR, "--label-noise", "1"), ("training.label_noise=1.0", "less than 1")),
+    "label noise below 0": ((*NIAH, "--label-noise=-0.1"), ("training.label_noise=-0.1",)),
+    "label noise nan": ((*NIAH, "--label-noise", "nan"), ("training.label_noise=nan",)),
+    "label noise a": ((*NIAH, "--label-noise", "a"), ("--label-noise", "'a' is not a number")),
+    "checkpoint and label noise": (
+        (*NIAH, "--checkpoint", "model", "--label-noise", "0.1"),
+        ("--checkpoint", "--label-noise"),
+    ),
     "config with an unknown key": ((*NIAH, "--config", "typo.yaml"), ("'trainng'", "'training'")),
     "no checkpoint": ((*NIAH, "--checkpoint", "nowhere"), ("nowhere", "no such folder")),
     "checkpoint a file": ((*NIAH, "--checkpoint", "file"), ("no checkpoint at file", "it is a file")),
     "checkpoint of nothing": ((*NIAH, "--checkpoint", "folder"), ("no checkpoint at folder",)),
     "checkpoint and model": ((*NIAH, "--checkpoint", "model", "--model", "mamba2"), ("--checkpoint", "--model")),
     "checkpoint and post": ((*NIAH, "--checkpoint", "model", "--post"), ("--checkpoint", "--post")),
+    "checkpoint and bft": ((*NIAH, "--checkpoint", "model", "--bft"), ("--checkpoint", "--bft")),
     "checkpoint and preset": ((*NIAH, "--checkpoint", "model", "--preset", "smoke"), ("--checkpoint", "--preset")),
     "checkpoint and seeds": ((*NIAH, "--checkpoint", "model", "--seeds", "1,2"), ("--checkpoint", "--seeds")),
     "checkpoint and sizes": ((*NIAH, "--checkpoint", "model", *set_("model.d_model=8")), ("model.d_model",)),
@@ -216,6 +261,7 @@ def _made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "list.yaml": "- 1\n",
         "empty.yaml": "",
         "mqar.yaml": "task: {name: mqar}\n",
+        "noisy.yaml": "task: {name: mqar-noisy}\n",
         "typo.yaml": "trainng: {steps: 3}\n",
         "other.json": json.dumps({"a": 1}),
     }

@@ -40,7 +40,9 @@ def catalogue() -> Catalogue:
             {"name": name, "what": f"{addon.title}: {addon.description} ({addon.source}); flag --{name}"}
             for name, addon in ADDONS.items()
         ],
-        "tasks": [{"name": name, "what": entry.description} for name, entry in TASKS.items()],
+        "tasks": [
+            {"name": name, "what": f"{entry.description}; bench {entry.command}"} for name, entry in TASKS.items()
+        ],
         "presets": [
             {
                 "task": task,

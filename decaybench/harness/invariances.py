@@ -5,10 +5,10 @@ state. The model is small, and all its parameters are moved away from their init
 for want of anything to disagree about.
 
 Bounds, in units of the largest number compared. float64: 1e-9, far below what any slip makes and far above its
-rounding, which is about 1e-15 here. float32: 1e-4; its rounding is about 1e-6 here. Of gradients each parameter's is
-taken in units of its own largest element; a scalar's is a sum over all tokens that may nearly cancel, so that in
-float32 it is allowed ten times as much. Where two ways do the very same arithmetic, and where something is counted, the
-bound is 0.
+rounding, which is about 1e-15 here. float32: 1e-4; its rounding is about 1e-6 here. Of a state and of gradients each
+tensor is taken in units of its own largest element; a scalar's gradient is a sum over all tokens that may nearly
+cancel, so that in float32 it is allowed ten times as much. Where two ways do the very same arithmetic, and where
+something is counted, the bound is 0.
 """
 
 from __future__ import annotations

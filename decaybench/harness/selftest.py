@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from decaybench.harness.addons import alone_and_together, together
+from decaybench.harness.addons import Choice, alone_and_together, together
 from decaybench.harness.invariances import CHECKS, Check, Subject, small_config
 from decaybench.models.config import ModelConfig
-from decaybench.models.registry import architectures
+from decaybench.models.registry import Architecture, architectures
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,16 +58,16 @@ def check_models(
     verbose: bool = False,
     show: Callable[[str | Table], None] | None = None,
 ) -> Results:
-    """The checks of an architecture with these add-ons, in every combination of their variants; or of all, alone, with
-    every add-on, and with the first variants together. Raises UserError.
+    """The checks of an architecture with these add-ons, in every combination of their variants. Raises UserError.
+
+    name: of all: each with those of the add-ons that it takes; where none is named, each alone, with every add-on, and
+    with the first variants together.
 
     show: is given what there is to say of each cell as soon as it has been checked: its `summary`, or its `tables`
     where it is the only one or with verbose.
     """
     if name == "all":
-        cells = [
-            (known.name, choice) for known in architectures().values() for choice in alone_and_together(known.addons)
-        ]
+        cells = [(known.name, choice) for known in architectures().values() for choice in _choices(known, addons)]
     else:
         cells = [(name, choice) for choice in together(addons)]
     configs = [small_config(known, choice) for known, choice in cells]
@@ -82,6 +82,13 @@ def check_models(
             if show is not None:
                 show(said)
     return results
+
+
+def _choices(known: Architecture, addons: Collection[str]) -> list[Choice]:
+    if not addons:
+        return alone_and_together(known.addons)
+    taken = set(addons) & set(known.addons)
+    return together(taken) if taken else []
 
 
 def plain(results: Results) -> list[dict[str, Any]]:

@@ -143,9 +143,8 @@ def make_shape(name: str, settings: Iterable[str] = ()) -> SpeedShape:
 
 
 def speed_configs(model: str, shape: SpeedShape, addons: Collection[str] = ()) -> list[list[ModelConfig]]:
-    """For each architecture wanted its base, then with those of the add-ons that it takes (`all` wants every one).
-
-    Raises UserError.
+    """For each architecture wanted its base, then with those of the add-ons that it takes; of `all` with every one
+    where none is named. Raises UserError, also on an add-on that none of those named takes.
     """
     everything = model == "all"
     names = list(architectures()) if everything else [name.strip() for name in model.split(",")]
@@ -159,7 +158,9 @@ def speed_configs(model: str, shape: SpeedShape, addons: Collection[str] = ()) -
         - known
     ):
         raise unknown("size of a mixer", min(strange), known)
-    asked = set(ADDONS) if everything else set(addons)
+    asked = set(ADDONS) if everything and not addons else set(addons)
+    if refused := [name for name in ADDONS if name in asked and all(name not in known.addons for known in wanted)]:
+        raise UserError(ADDONS[refused[0]].refusal.format(name=wanted[0].name))
     families = [_family(architecture, shape, asked & set(architecture.addons)) for architecture in wanted]
     for config in chain.from_iterable(families):
         build_model(config, device="meta")  # sizes that don't fit one another show here, before an hour of measuring
@@ -334,7 +335,7 @@ class _Bench:
             peak_bytes=peak,
             flops=matrix_flops(action),
             overhead=None if base is None else Ratio.of(ratio(seconds[cell], seconds[base])),
-            memory=peak / of_base if peak is not None and of_base else None,
+            memory_ratio=peak / of_base if peak is not None and of_base else None,
         )
 
 

@@ -51,7 +51,7 @@ class Work(Part):
     overhead: Ratio | None = Field(
         default=None, description="seconds of this cell / seconds of its base; absent: it is the base"
     )
-    memory: float | None = Field(
+    memory_ratio: float | None = Field(
         default=None,
         ge=0,
         description="peak_bytes of this cell / peak_bytes of its base; absent: it is the base, or none was measured",
@@ -193,7 +193,9 @@ def _speeds(report: SpeedReport) -> Table:
 
 
 def _overheads(report: SpeedReport) -> Table:
-    headings = ["cell", "beside", "train\ntime", "\nMB", "prefill\ntime", "\nMB", "decode\ntime", "decode, batch\ntime"]
+    headings = ["cell", "beside"]
+    headings += [f"{what}\n{of}" for what in ("train", "prefill") for of in ("time", "memory")]
+    headings += ["decode\ntime", "decode,\nbatch"]
     table = _table("with add-ons / without", headings)
     for cell in report.cells:
         if all(work.overhead is None for work in cell.work):
@@ -202,7 +204,7 @@ def _overheads(report: SpeedReport) -> Table:
         for work in cell.work:
             row.append(str(work.overhead))
             if work.what in ("train", "prefill"):  # in decoding it is the logits' buffers, and noise
-                row.append("" if work.memory is None else f"{work.memory:.2f}")
+                row.append("" if work.memory_ratio is None else f"{work.memory_ratio:.2f}")
         table.add_row(cell.cell, cell.base, *row)
     return table
 

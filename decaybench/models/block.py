@@ -26,7 +26,7 @@ class Block(Module):
         self.mixer: Mixer = mixer_class(config.mixer, place)
         self.ffn_norm = make_norm(config) if config.ffn else None
         self.ffn: Branch | None = make_ffn(config.ffn, place) if config.ffn else None
-        self.residual = make_residual(config.bft, place, self.mixer.heads)
+        self.residual = make_residual(config.bft, place, self.mixer)
 
     def forward(self, stream: Stream, context: Context, state: LayerState | None) -> tuple[Stream, LayerState]:
         x = self.norm(stream.hidden)

@@ -20,7 +20,7 @@ from decaybench.models.ops.softmax_attention import softmax_attention
 class LayerTrace:
     """What a residual did in one pass, to be looked at.
 
-    gain: float32 [B, T], the mean over D of what multiplies the mixer's output, or would but for gain=false. precision,
+    gain: float32 [B, T], what multiplies the mixer's output: its mean over D, or over the heads. precision,
     updated: [B, T], the mean over D of lambda before the layer and after its observation; None where none is carried.
     sample_size: [B, T, H], the effective number of tokens that each head's read-out rests on; None likewise. log_decay:
     [B, T, H], the mean over key channels; None likewise, and for a mixer without decays.

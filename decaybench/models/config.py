@@ -59,6 +59,10 @@ class ModelConfig(Config):
         """A switch that would do nothing is refused: it would make another cell of the same model."""
         if self.bft is not None and self.bft.jacobian is not None and self.ffn is None:
             raise ValueError(f"bft.jacobian={self.bft.jacobian} is of an FFN, and this model has none: J = 0")
+        if self.bft is not None and self.n_layers == 1:
+            for name in ("jacobian", "process_noise", "initial_noise"):
+                if getattr(self.bft, name) != BftConfig.model_fields[name].default:
+                    raise ValueError(f"bft.{name} is for the layers above, and n_layers=1 has none")
         architecture, post = get_architecture(self.name), self.post
         if post is None:
             return self

@@ -17,8 +17,14 @@ from decaybench.results.leaderboard import Row, differences, distinct, rows, set
 from decaybench.results.record import Record
 
 _SHARED = (
-    *("harness_version", "dtype", "train_length", "task.", "evaluation.", "training.label_noise"),
-    *("model.d_model", "model.n_layers"),
+    "harness_version",
+    "dtype",
+    "train_length",
+    "task.",
+    "evaluation.",
+    "training.label_noise",
+    "model.d_model",
+    "model.n_layers",
 )
 
 
@@ -64,7 +70,9 @@ def _chosen(records: Sequence[Record], where: Iterable[str]) -> list[Record]:
         values = {record.record_id: settings_of(record) for record in meant}
         if not any(key in settings for settings in values.values()):
             raise unknown("setting", key, {key for settings in values.values() for key in settings})
-        wanted = (value, _read(value))
+        # A setting whose value is the word "none" (model.bft.control) isn't one that isn't there.
+        said = any(settings.get(key) == value for settings in values.values())
+        wanted = (value,) if said else (value, _read(value))
         left = [record for record in kept if record not in meant or values[record.record_id].get(key) in wanted]
         if all(record not in left for record in meant):
             there = ", ".join(map(str, distinct(settings.get(key) for settings in values.values())))

@@ -357,9 +357,9 @@ def _differences(lines: Sequence[Row]) -> list[str]:
     """For each row the settings by which it differs from rows that show the same task, model, length and variant."""
     alike: dict[tuple[Any, ...], list[Row]] = {}
     for row in lines:
-        alike.setdefault((row.task, row.version, row.model, row.train_length, row.variant), []).append(row)
+        alike.setdefault((row.task, row.version, _model(row), row.train_length, row.variant), []).append(row)
     notes = []
     for row in lines:
-        others = alike[row.task, row.version, row.model, row.train_length, row.variant]
+        others = alike[row.task, row.version, _model(row), row.train_length, row.variant]
         notes.append(", ".join(f"{key}={short(row.settings.get(key))}" for key in differences(others)))
     return notes

@@ -17,7 +17,7 @@ _ACCURACY: dict[Metric, str] = {
     "all_correct": "share of samples with every answer right",
 }
 
-
+# What the rules do whose accuracies a task keeps beside a model's (tasks.mqar_noisy, MqarNoisy.references).
 _RULES = {
     "bayes": "bayes knows how reliable each source is, and is the best possible",
     "majority": "majority takes the most frequent value",

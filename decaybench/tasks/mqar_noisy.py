@@ -12,7 +12,8 @@ and uniform over the n values, so that what the bindings (s_1, v_1), (s_2, v_2),
 
 Places: 3 max_bindings kv for the bindings, those left over behind them; then the questions. A place that nothing stands
 at holds a uniform token that is none of the sample's keys (as MQAR's `random-safe`) and no source: a source token
-always opens a binding, so that what a model does at one is about bindings alone. The task is ours.
+always opens a binding, so that what a model does at one is about bindings alone. In a `single` shape every key is bound
+once and truly: plain recall, for a curriculum to begin with. The task is ours.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class MqarNoisyEvaluation(MqarEvaluation):
     lengths: tuple[Length, ...] = Field(
         default=("1x", "2x", "4x"), description="evaluation lengths: multiples of train_length (2x) or tokens"
     )
-    capacity_ratio: int = Field(default=32, ge=4, description="tokens per key in capacity cells")
+    capacity_ratio: int = Field(default=16, ge=4, description="tokens per key in capacity cells")
 
 
 class MqarNoisy(Task[MqarNoisyConfig, MqarNoisyShape, MqarNoisyEvaluation]):

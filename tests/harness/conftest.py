@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decaybench.harness import run
-from tests.command import MQAR, NIAH, bench
+from tests.command import MQAR, NIAH, NOISY, bench
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def _finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         # At 9 and at 12 steps there is a checkpoint, so that the last has one before it.
-        for words in (NIAH, MQAR):
+        for words in (NIAH, MQAR, NOISY):
             assert bench(*words, "--set", "checkpoint_seconds=0").code == 0
         torch.set_num_threads(threads)
     return folder / "runs"
@@ -52,10 +52,10 @@ def _finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def finished(_finished: Path, here: Path) -> Callable[[str], Path]:
-    """finished("niah"): a finished tiny run of that task in `runs`, as the command NIAH makes it."""
+    """finished("niah"): a finished tiny run of that task in `runs`, as the command NIAH (MQAR, NOISY) makes it."""
 
     def copy(task: str) -> Path:
-        (found,) = _finished.glob(f"{task}-*")
+        (found,) = _finished.glob(f"{task}-mamba2-*")
         return Path(shutil.copytree(found, here / "runs" / found.name))
 
     return copy

@@ -11,11 +11,12 @@ import yaml
 from pydantic import BaseModel
 
 from decaybench.core.errors import UserError
-from decaybench.harness.config import RunConfig, TrainingConfig, make_config, parse_length
+from decaybench.harness.config import RunConfig, TrainingConfig, make_config, parse_length, training_hash
 from decaybench.harness.presets import configure
 from decaybench.models.config import ModelConfig
 from decaybench.tasks.mqar import MqarConfig, MqarEvaluation
 from decaybench.tasks.niah import NiahConfig, NiahEvaluation
+from decaybench.tasks.registry import make_task
 from tests.command import NIAH, bench
 
 
@@ -154,6 +155,7 @@ TRAINING_KEYS = {
     "model.embedding_norm": True,
     "model.embedding_dropout": 0.5,
     "model.post": {},
+    "model.bft": {},
     "task.train_length": 64,
     "task.key_tokens": 32,
     "task.value_tokens": 32,
@@ -169,6 +171,7 @@ TRAINING_KEYS = {
     "training.shuffle": True,
     "training.batch_tokens": 512,
     "training.batch_samples": 7,
+    "training.label_noise": 0.25,
     "training.learning_rate": 1e-3,
     "training.schedule": "cosine",
     "training.warmup": 7,
@@ -235,6 +238,32 @@ def test_the_evaluation_hash_changes_with(key: str) -> None:
 def test_the_evaluation_hash_stays_with(key: str) -> None:
     value = {**OTHER_KEYS, **TRAINING_KEYS}[key]
     assert changed(key, value).evaluation_hash == changed("seed", 0).evaluation_hash
+
+
+@pytest.mark.parametrize("share", [0, 0.0, None])
+def test_no_label_noise_is_the_run_without(share: float | None) -> None:
+    found = config({"training": {"label_noise": share}})
+    assert found == config() and found.training.label_noise is None
+    assert found.training_hash == config().training_hash
+
+
+def test_the_hash_of_a_training_is_what_it_was_before_there_was_label_noise() -> None:
+    """Its configuration without the key: the one that records of then hold."""
+    found = config()
+    before = {key: value for key, value in found.training.plain().items() if key != "label_noise"}
+    assert training_hash(found.model.plain(), make_task(found.task), before, found.seed) == found.training_hash
+
+
+def test_the_hash_of_a_training_is_what_it_was_before_there_was_bft() -> None:
+    found = config({"model": {"post": {}}})
+    before = {key: value for key, value in found.model.plain().items() if key != "bft"}
+    assert training_hash(before, make_task(found.task), found.training.plain(), found.seed) == found.training_hash
+
+
+@pytest.mark.parametrize("share", [1, 1.5, -0.1, "a", math.nan, True])
+def test_no_share_of_labels(share: Any) -> None:
+    with pytest.raises(UserError, match=r"training\.label_noise="):
+        config({"training": {"label_noise": share}})
 
 
 def test_a_length_is_the_same_by_ratio_and_in_tokens() -> None:

@@ -120,7 +120,7 @@ def test_no_place_is_asked_in_some_pieces() -> None:
     assert len(predict(live_model(found), batch, "cpu", piece=8)) == len(batch.tokens)
 
 
-@pytest.mark.parametrize("task", ["niah", "mqar"])
+@pytest.mark.parametrize("task", ["niah", "mqar", "mqar-noisy"])
 def test_batches_change_no_number(tmp_path: Path, task: str) -> None:
     results = []
     for batch_tokens in (1, 200, 16_384):
@@ -167,6 +167,46 @@ def test_cells_are_those_of_the_task_and_recount(tmp_path: Path, task: str) -> N
         else:
             assert said.realised_depth is None
         assert said.coordinates == cell.coordinates and list(said.coordinates) == ["depth" if task == "niah" else "kv"]
+
+
+@pytest.mark.parametrize("task", ["niah", "mqar", "mqar-noisy"])
+def test_references_are_means_over_samples_as_the_value_is(tmp_path: Path, task: str) -> None:
+    """`last` again, from the tokens; a task that names no rule has none, and its records stay as they were."""
+    found = config(task)
+    result = asked(found, tmp_path)
+    if task != "mqar-noisy":
+        assert all(cell.references is None and "references" not in cell.plain() for cell in result.cells)
+        return
+    made = make_task(found.task)
+    for cell, said in zip(made.cells(found.evaluation, found.eval_lengths()), result.cells, strict=True):
+        batch = made.batch(cell.shape, "test", 0, np.arange(10))
+        scores = []
+        for tokens, labels, distance in zip(batch.tokens, batch.labels, batch.distance, strict=True):
+            places = np.flatnonzero(labels != IGNORED)
+            scores.append(np.mean([tokens[place - distance[place]] == labels[place] for place in places]))
+        assert said.references is not None and list(said.references) == ["bayes", "majority", "last"]
+        assert said.references["last"] == pytest.approx(np.mean(scores), rel=1e-12)
+        everything = made.references(batch)
+        assert said.references == {name: pytest.approx(each.mean(), rel=1e-12) for name, each in everything.items()}
+        assert said.references["last"] < said.references["bayes"]
+
+
+def test_references_need_no_answers_and_survive_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = config("mqar-noisy").model_copy(update={"batch_tokens": 64})
+    whole = asked(found, tmp_path / "whole")
+    really, calls = predict, 0
+
+    def fails_later(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 8:
+            raise KeyboardInterrupt
+        return really(*arguments, **named)
+
+    monkeypatch.setattr(evaluation, "predict", fails_later)
+    with pytest.raises(KeyboardInterrupt):
+        asked(found, tmp_path / "parts")
+    assert asked(found, tmp_path / "parts").cells == whole.cells
 
 
 def test_distances_are_from_where_the_answer_was_written() -> None:
@@ -338,7 +378,7 @@ def test_questions_know_what_the_task_knows() -> None:
     batch = made.batch(cell.shape, "test", 0, np.array([4, 2]))
     four, two = questions(made, cell, 0, batch, np.array([4, 2]))
     assert (two.id, four.id) == tuple(made.sample_ids(cell.shape, "test", 0, np.array([2, 4])))
-    assert len(two.target) == len(two.distance) == cell.shape.kv
+    assert len(two.target) == len(two.distance) == cell.shape.kv and two.references == {}
     assert two.depth is None and two.length == 32
     parts = [hashlib.sha256(), hashlib.sha256()]
     update_digest(parts[0], batch)

@@ -123,6 +123,36 @@ def test_the_default_number_of_steps() -> None:
     assert mastery().steps_by_epoch is None
 
 
+# --- what a stage allows, and labels that are wrong
+
+
+def steps_to_master(accuracy: float, ceilings: list[float | None] | None = None, **settings: Any) -> list[int | None]:
+    """When each stage is mastered by one who always has this accuracy."""
+    plan = make_plan(FOUR, TrainingConfig(batch_tokens=64, steps=1000, review=0, **settings), 0, ceilings)
+    for step in range(100):
+        plan.saw(step, plan.next(step)[0], accuracy)
+    return plan.mastered()
+
+
+def test_mastery_is_a_share_of_what_the_stage_allows() -> None:
+    """At .6 the running accuracy .6 (1 - .9^n) passes .8 x .7 = .56 at n = 26, and never .8 x 1."""
+    assert 0.6 * (1 - 0.9**25) < 0.56 <= 0.6 * (1 - 0.9**26)
+    assert steps_to_master(0.6, [0.7, 0.7, 0.7, 0.7]) == [25, 51, 77, None]
+    assert steps_to_master(0.6, [0.7, None, 0.7, 0.7]) == [25, None, None, None]
+    assert steps_to_master(0.6) == [None] * 4
+    assert steps_to_master(1.0) == steps_to_master(1.0, [None] * 4) == steps_to_master(1.0, [1.0] * 4)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.75])
+def test_who_is_right_masters_noisy_labels_as_soon_as_clean_ones(share: float) -> None:
+    """One who answers right agrees with 1 - p of the labels; judged by that alone no stage would ever end."""
+    for right in (1.0, 0.9, 0.79):
+        expected = steps_to_master(right)
+        assert steps_to_master(right * (1 - share), label_noise=share) == expected
+    assert steps_to_master(0.79 * (1 - share), label_noise=share) == [None] * 4
+    assert steps_to_master(1 - share) == [None] * 4 if share > 0.2 else True
+
+
 # --- epochs
 
 SETS = stages((8, 20), (16, 7), (32, 5))
@@ -184,6 +214,8 @@ def test_an_epoch_needs_fixed_sets() -> None:
     [
         lambda: mastery(5, mastery=0.45),
         lambda: mastery(5, mastery=0.45, of=stages((8, 20), (16, 9))),
+        lambda: mastery(5, mastery=0.45, label_noise=0.3),
+        lambda: make_plan(FOUR, TrainingConfig(batch_tokens=64, steps=1000), 5, [0.5] * 4),
         lambda: epochs(SETS, shuffle=True, epochs=40, batch_samples=3),
         lambda: epochs(SETS, epochs=40, batch_samples=3),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +142,7 @@ def test_smoke(task: str) -> None:
     assert (mixer["d_state"], mixer["headdim"]) == (32, 16)
     training = config.training
     assert (training.plan, training.mastery, training.review) == ("mastery", 0.8, 0.25)
-    rate = {"mqar": 2e-2, "niah": 1e-2}[task]
-    assert (training.batch_tokens, training.learning_rate, training.clip) == (4096, rate, 1.0)
+    assert (training.batch_tokens, training.learning_rate, training.clip) == (4096, 2e-2, 1.0)
     assert config.eval_lengths() == [128, 256, 512, 1024]
     if task == "mqar":
         assert make_plan(make_task(config.task).stages(), training, 0).total_steps == 1500
@@ -151,6 +151,21 @@ def test_smoke(task: str) -> None:
         ]
         assert (config.task.plain()["vocab_size"], config.task.plain()["fill"]) == (272, "random-safe")
         assert cells(config)[4:] == [("persist", length, 16) for length in (128, 256, 512, 1024)]
+
+
+def test_smoke_of_noisy_sources() -> None:
+    config = preset("smoke", "mqar-noisy")
+    assert config.model == preset("smoke").model.model_copy(update={"vocab_size": 96})
+    task, training = config.task.plain(), config.training
+    assert (task["vocab_size"], task["reliabilities"]) == (96, [0.95, 0.8, 0.6, 0.4])
+    assert (task["min_bindings"], task["max_bindings"], task["train_length"]) == (2, 4, 128)
+    assert (training.steps, training.batch_tokens, training.plan, training.mastery) == (800, 8192, "mastery", 0.8)
+    assert [(length, kv) for length, _, kv in stages(config)] == [(12, 2), (20, 4), (32, 2), (64, 4), (128, 8)]
+    assert cells(config) == [
+        *(("capacity", length, {128: 8, 256: 16, 512: 32}[length]) for length in (128, 256, 512)),
+        *(("persist", length, 4) for length in (128, 256, 512)),
+    ]
+    assert config.evaluation.samples == 300
 
 
 @pytest.mark.parametrize("model", ["mamba2", "rwkv7", "gated_deltanet", "gla", "retnet"])
@@ -188,6 +203,20 @@ def test_a_checkpoint_brings_its_runs_task_and_dtype(here: Path) -> None:
         assert config.training.dtype == "bfloat16"
     (other,) = configure("mqar", flags={"checkpoint": str(run)})
     assert other.task.name == "mqar" and other.task.train_length == 128
+
+
+def test_a_checkpoint_of_the_same_command_without_the_flag_is_refused(finished: Callable[[str], Path]) -> None:
+    for theirs, ours, command in (
+        ("mqar", "mqar-noisy", "mqar"),
+        ("mqar-noisy", "mqar", "mqar --noisy-sources"),
+    ):
+        run = finished(theirs)
+        with pytest.raises(UserError, match=rf"is of task {theirs}, not {ours}: use `bench {command}`"):
+            configure(ours, flags={"checkpoint": str(run)})
+        (same,) = configure(theirs, flags={"checkpoint": str(run)})
+        assert same.task.name == theirs and same.task.train_length == 32
+    (other,) = configure("niah", flags={"checkpoint": str(run)})
+    assert other.task.name == "niah", "what another task's model makes of it may be asked"
 
 
 def test_a_checkpoint_outside_a_run_brings_no_configuration(tmp_path: Path) -> None:

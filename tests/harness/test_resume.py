@@ -186,14 +186,18 @@ class StopHereError(Exception):
     """What a test raises where a kill would have struck."""
 
 
-def config(task: str, **training_settings: Any) -> RunConfig:
+def config(task: str, model: dict[str, Any] | None = None, **training_settings: Any) -> RunConfig:
     stages = {
         "niah": [{"shape": {"length": 16, "needles": n, "queries": n}, "examples": 20 + n} for n in (1, 2)],
         "mqar": [{"shape": {"length": 16, "kv": kv}, "examples": 20 + kv} for kv in (1, 2)],
+        "mqar-noisy": [{"shape": {"length": 16, "kv": 1, "single": one}, "examples": 20} for one in (True, None)],
     }
     return make_config(
         {
-            "model": {"d_model": 16, "mixer": {"d_state": 8, "headdim": 8}, "post": {}, "embedding_dropout": 0.1},
+            "model": {
+                **{"d_model": 16, "mixer": {"d_state": 8, "headdim": 8}, "post": {}, "embedding_dropout": 0.1},
+                **(model or {}),
+            },
             "task": {"name": task, "train_length": 16, "stages": stages[task]},
             "training": {"batch_samples": 4, "warmup": 3, **training_settings},
             "evaluation": {"lengths": ["1x"], "samples": 4},
@@ -217,6 +221,10 @@ def trained(config: RunConfig, folder: Path) -> tuple[dict[str, torch.Tensor], A
         ("mqar", {"steps": 30, "mastery": 0.004, "review": 0.5, "schedule": "cosine"}),
         ("mqar", {"plan": "epochs", "epochs": 3, "shuffle": True, "schedule": "cosine-by-epoch"}),
         ("niah", {"plan": "epochs", "epochs": 2, "schedule": "linear-by-epoch", "dtype": "bfloat16"}),
+        ("mqar", {"steps": 30, "mastery": 0.004, "review": 0.5, "label_noise": 0.4}),
+        ("mqar", {"plan": "epochs", "epochs": 3, "shuffle": True, "label_noise": 0.4}),
+        ("mqar", {"plan": "epochs", "epochs": 2, "model": {"bft": {}, "ffn": {}}}),
+        ("mqar-noisy", {"plan": "epochs", "epochs": 2, "label_noise": 0.1}),
     ],
 )
 def test_training_stopped_anywhere_ends_with_the_same_weights(

@@ -374,6 +374,13 @@ def test_the_models_sizes_are_counted(here: Path) -> None:
     # PoST's base and gaps stand where P stood, a number a head; dt_bias is frozen, and decayed nothing before either.
     for counts in ("trainable", "not_decayed"):
         assert getattr(frozen.parameters, counts) == getattr(found.parameters, counts) - 2 * heads
+    tracked = model_info(build_model(make_config(DATA, {"model": {"post": {}, "bft": {}}}).model), 32)
+    assert tracked.addons == ("post", "bft") and tracked.cell == "mamba2+post+bft"
+    # log tau a token, and a q a channel but in the last layer; none decays.
+    for counts in ("trainable", "not_decayed"):
+        assert getattr(tracked.parameters, counts) == getattr(frozen.parameters, counts) + vocabulary + 16
+    assert tracked.parameters.embedding == found.parameters.embedding
+    assert tracked.state_elements == (found.state_elements[0] + 3 * heads + 2 * inner,) * 2
     on_meta = build_model(make_config(DATA).model, device="meta")
     assert model_info(on_meta, 32) == found, "no values are needed"
 

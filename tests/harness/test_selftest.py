@@ -16,16 +16,20 @@ from decaybench.core.positions import Layout
 from decaybench.harness import invariances, selftest
 from decaybench.harness.selftest import Check, small_config
 from decaybench.models import language_model, module
-from decaybench.models.addons import post
+from decaybench.models.addons import bft, post
 from decaybench.models.language_model import LanguageModel
 from decaybench.models.mixers import attention, mamba2
 from decaybench.models.ops import scalar_decay
+from decaybench.models.registry import architectures
 
 RECURRENT = ("mamba2", "rwkv7", "gated_deltanet", "gla", "retnet")
+POST, MINIMAL, BFT = {"post": {"variant": "paper"}}, {"post": {"variant": "minimal"}}, {"bft": {}}
 CONFIGS = {
-    **{name: (name, None) for name in (*RECURRENT, "attention")},
-    **{f"{name}+post": (name, "paper") for name in RECURRENT},
-    **{f"{name}+post-minimal": (name, "minimal") for name in RECURRENT},
+    **{name: (name, {}) for name in (*RECURRENT, "attention")},
+    **{f"{name}+post": (name, POST) for name in RECURRENT},
+    **{f"{name}+post-minimal": (name, MINIMAL) for name in RECURRENT},
+    **{f"{name}+bft": (name, BFT) for name in (*RECURRENT, "attention")},
+    **{f"{name}+post+bft": (name, POST | BFT) for name in RECURRENT},
 }
 
 
@@ -36,19 +40,49 @@ def failed(checks: list[Check]) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("cell", CONFIGS)
+@pytest.mark.parametrize("cell", [cell for cell in CONFIGS if "bft" not in cell])
 def test_every_invariance_holds(cell, dtype):
     checks = selftest.selftest(small_config(*CONFIGS[cell]), dtype=dtype)
     assert failed(checks) == []
-    assert {check.pitfall for check in checks} == set(range(1, 18))
+    assert {check.pitfall for check in checks} == {*range(1, 18), 28}
+
+
+@pytest.mark.parametrize("cell", [*(f"{name}+post+bft" for name in RECURRENT), "attention+bft"])
+def test_every_invariance_holds_with_all_add_ons(cell):
+    checks = selftest.selftest(small_config(*CONFIGS[cell]))
+    assert failed(checks) == []
+    assert {check.pitfall for check in checks} == {*range(1, 18), 28}
+
+
+@pytest.mark.parametrize("cell", ["mamba2+post+bft", "rwkv7+bft", "attention+bft"])
+def test_a_precision_rounds_no_worse_in_float32(cell):
+    checks = selftest.selftest(small_config(*CONFIGS[cell]), dtype=torch.float32, pitfalls={7, 8, 9, 13})
+    assert failed(checks) == []
 
 
 @pytest.mark.parametrize("settings", [{"taper": "learned"}, {"control": "shuffled"}, {"reparameterize": False}])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_ablations_hold_too(settings, seed):
-    config = small_config("mamba2", "minimal")
-    config = config.model_copy(update={"post": config.post.model_copy(update=settings), "tie_embeddings": False})
+def test_the_ablations_of_post_hold_too(settings, seed):
+    config = small_config("mamba2", {"post": {"variant": "minimal", **settings}})
+    config = config.model_copy(update={"tie_embeddings": False})
     assert failed(selftest.selftest(config, seed=seed, pitfalls={1, 3, 5, 6, 9, 11})) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("mamba2", {"precision": "mlp", "observation": "sample"}),
+        ("attention", {"precision": "frozen"}),
+        ("gla", {"reliability": False, "jacobian": "detached"}),
+        ("retnet", {"gain": False, "jacobian": "none"}),
+        ("gated_deltanet", {"control": "scalar_gate"}),
+        ("attention", {"control": "sigmoid_gate"}),
+    ],
+    ids=str,
+)
+def test_the_ablations_of_bft_hold_too(name, settings):
+    checks = selftest.selftest(small_config(name, {"bft": settings}), seed=1, pitfalls={3, 7, 12, 14, 15, 28})
+    assert failed(checks) == []
 
 
 # --- each known bug, put back in
@@ -302,6 +336,74 @@ def test_finds_initial_values_drawn_in_bfloat16(bug):
     assert caught(16) == {16}
 
 
+def test_finds_a_precision_that_leaks_into_the_next_document(bug):
+    def wrap(original):
+        def leaking(*args, layout, **kwargs):
+            return original(*args, layout=replace(layout, resets=None, segments=None), **kwargs)
+
+        return leaking
+
+    bug(bft, "decayed_moments", wrap)
+    assert caught(1, 9, cell="mamba2+bft") == {9}
+
+
+def test_finds_moments_that_are_dropped(bug):
+    def wrap(original):
+        return lambda *args, initial_state=None, **kwargs: original(*args, initial_state=None, **kwargs)
+
+    bug(bft, "decayed_moments", wrap)
+    assert caught(7, 11, cell="gla+bft") == {7, 11}
+
+
+def test_finds_precisions_of_pads_that_count(bug):
+    def wrap(original):
+        def counting(*args, layout, **kwargs):
+            return original(*args, layout=replace(layout, valid=None), **kwargs)
+
+        return counting
+
+    bug(bft, "decayed_moments", wrap)
+    assert caught(1, 4, cell="retnet+bft") == {1}
+
+
+def test_finds_a_precision_in_bfloat16(bug):
+    bug(bft.InitialPrecision, "float32_names", lambda original: frozenset())
+    checks = selftest.selftest(small_config("mamba2", BFT), pitfalls={12})
+    assert "bfloat16 model: parameters of decays and precision below float32, of 6" in {
+        check.name for check in checks if not check.passed
+    }
+
+
+def test_finds_precisions_cached_in_bfloat16(bug):
+    def wrap(original):
+        return lambda lbar=None, **kwargs: original(lbar=lbar.bfloat16(), **kwargs)
+
+    bug(bft, "SourceState", wrap)
+    broken = {
+        check.name for check in selftest.selftest(small_config("attention", BFT), pitfalls={12}) if not check.passed
+    }
+    assert broken == {"bfloat16 model: states below float32, of 2", "autocast: states below float32, of 2"}
+
+
+def test_finds_a_precision_without_end(bug):
+    bug(bft, "_LOG_LARGEST", lambda original: math.inf)
+    assert caught(8, 13, cell="attention+bft") == {13}
+
+
+def test_finds_a_state_of_a_size_that_grows(bug):
+    bug(mamba2, "conv_tail", lambda original: lambda inputs, layout, width: inputs)
+    assert caught(28, cell="mamba2") == {28}
+
+
+def test_finds_more_kept_than_the_moments(bug):
+    def wrap(original):
+        return lambda lbar=None, **kwargs: original(lbar=None if lbar is None else lbar.repeat(1, 2), **kwargs)
+
+    bug(bft, "SourceState", wrap)
+    checks = selftest.selftest(small_config("attention", BFT), pitfalls={28})
+    assert [check.passed for check in checks] == [True, False, False]
+
+
 def test_finds_a_division_by_one_head_less(bug):
     bug(
         post.TaperedSpectrum,
@@ -341,9 +443,13 @@ def test_results_by_model_are_tabled_and_plain(monkeypatch):
     results = selftest.check_models("all")
     assert list(results)[:2] == ["mamba2 float64", "mamba2 float32"]
     assert {name.split()[0] for name in results} == set(CONFIGS)
-    assert list(selftest.check_models("mamba2", post=True)) == [
-        f"{cell} {dtype}" for cell in ("mamba2+post", "mamba2+post-minimal") for dtype in ("float64", "float32")
-    ]
+    for addons, cells in {
+        ("post",): ("mamba2+post", "mamba2+post-minimal"),
+        ("bft",): ("mamba2+bft",),
+        ("bft", "post"): ("mamba2+post+bft", "mamba2+post-minimal+bft"),
+    }.items():
+        wanted = [f"{cell} {dtype}" for cell in cells for dtype in ("float64", "float32")]
+        assert list(selftest.check_models("mamba2", addons)) == wanted
     console = Console(width=120, record=True, file=io.StringIO())
     (drawn,) = selftest.tables({"mamba2": checks})
     console.print(drawn)
@@ -366,7 +472,7 @@ def test_a_cell_is_shown_as_soon_as_it_is_checked(monkeypatch):
         return [Check(9, "packing [x]", 0.0 if held else math.inf, 1e-9), Check(2, "odd", 0.0 if held else 0.25, 0.0)]
 
     monkeypatch.setattr(selftest, "selftest", checks)
-    results = selftest.check_models("mamba2", post=True, show=order.append)
+    results = selftest.check_models("mamba2", ["post"], show=order.append)
     broken = [
         "mamba2+post-minimal: 4 of 4 checks broken",
         "  float64, pitfall 2, odd: 2.5e-01, bound 0",
@@ -379,7 +485,7 @@ def test_a_cell_is_shown_as_soon_as_it_is_checked(monkeypatch):
     assert list(results) == [f"{cell} {dtype}" for cell in (post[0], minimal[0]) for dtype in ("float64", "float32")]
     shown = []
     selftest.check_models("mamba2", show=shown.append)
-    selftest.check_models("mamba2", post=True, verbose=True, show=shown.append)
+    selftest.check_models("mamba2", ["post"], verbose=True, show=shown.append)
     assert [table.title.split()[0] for table in shown] == ["mamba2"] * 2 + post + minimal
 
 
@@ -387,7 +493,7 @@ def test_post_needs_decays():
     from decaybench.core.errors import UserError
 
     with pytest.raises(UserError, match="post needs a mixer with decays; attention has none"):
-        selftest.check_models("attention", post=True)
+        selftest.check_models("attention", ["post"])
 
 
 def test_the_machines_threads_are_given_back():
@@ -398,3 +504,13 @@ def test_the_machines_threads_are_given_back():
 
 def test_check_positions_is_the_models_own():
     assert language_model.check_positions is positions.check_positions
+
+
+def test_all_with_an_addon_named_are_the_cells_that_have_it(monkeypatch):
+    monkeypatch.setattr(selftest, "CHECKS", {})
+    cells = {key.split()[0] for key in selftest.check_models("all", ["bft"])}
+    assert cells == {f"{name}+bft" for name in architectures()}
+    both = {key.split()[0] for key in selftest.check_models("all", ["post", "bft"])}
+    assert "attention+bft" in both
+    assert {"mamba2+post+bft", "mamba2+post-minimal+bft"} <= both
+    assert not any(cell in both for cell in ("mamba2", "mamba2+post", "mamba2+bft"))

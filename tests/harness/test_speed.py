@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from decaybench.core.errors import RunError, UserError
 from decaybench.harness import peers, speed, stopwatch
-from decaybench.harness.speed import make_shape, measure_speed, speed_configs, without_post
+from decaybench.harness.speed import make_shape, measure_speed, speed_configs, without_addons
 from decaybench.harness.speed_report import SpeedReport
 from decaybench.harness.stopwatch import in_turn, matrix_flops, middle, peak_growth, ratio
 from decaybench.models.registry import architectures
@@ -131,22 +131,38 @@ def test_flops_of_a_backward_pass_are_counted():
 
 def test_a_family_is_its_base_then_its_add_ons():
     shape = make_shape("wide", ["batch=4"])
-    ((base, paper, minimal),) = speed_configs("mamba2", shape, post=True)
+    ((base, paper, minimal, bft, both),) = speed_configs("mamba2", shape, ["bft", "post"])
     assert [config.cell for config in (base, paper, minimal)] == ["mamba2", "mamba2+post", "mamba2+post-minimal"]
+    assert [config.cell for config in (bft, both)] == ["mamba2+bft", "mamba2+post+bft"]
     assert base.mixer.plain() == paper.mixer.plain()
     assert (base.vocab_size, base.d_model, base.mixer.d_state, base.mixer.headdim) == (8192, 128, 64, 32)
-    assert paper.post.horizon == 256
-    assert [[config.cell for config in family] for family in speed_configs("mamba2, attention", shape)] == [
-        ["mamba2"],
-        ["attention"],
-    ]
+    assert paper.post.horizon == both.post.horizon == 256
+    for addons, cells in {
+        (): [["mamba2"], ["attention"]],
+        ("bft",): [["mamba2", "mamba2+bft"], ["attention", "attention+bft"]],
+        ("post",): [["mamba2", "mamba2+post", "mamba2+post-minimal"], ["attention"]],
+    }.items():
+        found = speed_configs("mamba2, attention", shape, addons)
+        assert [[config.cell for config in family] for family in found] == cells
+
+
+def test_an_addon_that_nothing_takes_is_refused() -> None:
+    shape = make_shape("smoke")
+    with pytest.raises(UserError, match="post needs a mixer with decays; attention has none"):
+        speed_configs("attention", shape, ["post"])
+    cells = {config.cell for family in speed_configs("all", shape, ["bft"]) for config in family}
+    assert {"mamba2+bft", "attention+bft"} <= cells
+    assert not any("post" in cell for cell in cells)
 
 
 def test_all_is_every_architecture_with_every_add_on():
     families = {family[0].name: len(family) for family in speed_configs("all", make_shape("smoke"))}
-    cells = {(): 1, ("baseline",): 3, ("baseline", "softplus"): 4}  # the other gate without PoST, too
-    wanted = {name: cells[known.gates if known.addons else ()] for name, known in architectures().items()}
+    gates = {name: len(known.gates) for name, known in architectures().items()}  # another one without PoST is a cell
+    wanted = {name: 4 + gates[name] if "post" in known.addons else 2 for name, known in architectures().items()}
     assert families == wanted
+
+
+MAMBAS = ["mamba2", "mamba2+post", "mamba2+post-minimal", "mamba2+bft", "mamba2+post+bft"]
 
 
 @pytest.fixture(scope="module")
@@ -157,12 +173,19 @@ def report() -> SpeedReport:
         patch.setattr(speed, "_LONG_PREFILLS", (64, 5000))
         patch.setattr(speed, "_LONG_DECODES", (8, 64))
         return measure_speed(
-            "mamba2,attention", post=True, settings=TINY, peers=False, long=True, repeats=7, device="cpu", threads=1
+            "mamba2,attention",
+            ["post", "bft"],
+            settings=TINY,
+            peers=False,
+            long=True,
+            repeats=7,
+            device="cpu",
+            threads=1,
         )
 
 
 def test_every_cell_is_measured_at_everything(report):
-    assert [cell.cell for cell in report.cells] == ["mamba2", "mamba2+post", "mamba2+post-minimal", "attention"]
+    assert [cell.cell for cell in report.cells] == [*MAMBAS, "attention", "attention+bft"]
     for cell in report.cells:
         assert [(work.what, work.tokens) for work in cell.work] == [
             ("train", 32),
@@ -188,32 +211,39 @@ def test_flops_of_a_model_are_those_of_its_products(report):
     assert base.of("prefill").flops == projections + inside + 2 * tokens * state * inner + 2 * head
 
 
-def test_post_is_measured_beside_the_same_gate_without_it():
+def test_add_ons_are_measured_beside_the_same_gate_without_them():
     def cell(config):
         return None if config is None else config.cell
 
-    (family,) = speed_configs("retnet", make_shape("smoke"), post=True)
-    assert {config.cell: cell(without_post(config)) for config in family} == {
+    (family,) = speed_configs("retnet", make_shape("smoke"), ["post", "bft"])
+    assert {config.cell: cell(without_addons(config)) for config in family} == {
         "retnet": None,
         "retnet+post": "retnet+post-unordered-static",
         "retnet+post-minimal": "retnet",
+        "retnet+bft": "retnet",
+        "retnet+post+bft": "retnet+post-unordered-static",
         "retnet+post-unordered-static": "retnet",
     }
-    (family,) = speed_configs("rwkv7", make_shape("smoke"), post=True)
-    assert [cell(without_post(config)) for config in family] == [None, "rwkv7", "rwkv7"]
+    (family,) = speed_configs("rwkv7", make_shape("smoke"), ["post"])
+    assert [cell(without_addons(config)) for config in family] == [None, "rwkv7", "rwkv7"]
 
 
 def test_overheads_are_the_ratios_of_the_times_given(report):
-    base = report.cells[0]
-    assert all(work.overhead is None for cell in (base, report.cells[3]) for work in cell.work)
-    for cell in report.cells[1:3]:
+    bases = {cell.cell: cell for cell in report.cells if cell.base is None}
+    assert list(bases) == ["mamba2", "attention"]
+    for cell in report.cells:
         for work in cell.work:
-            pairs = sorted(a / b for a, b in zip(work.seconds, base.of(work.what).seconds, strict=True))
+            if cell.base is None:
+                assert work.overhead is work.memory_ratio is None
+                continue
+            of_base = bases[cell.base].of(work.what)
+            pairs = sorted(a / b for a, b in zip(work.seconds, of_base.seconds, strict=True))
             assert (work.overhead.median, work.overhead.low, work.overhead.high) == (pairs[3], pairs[0], pairs[6])
+            assert work.memory_ratio == (work.peak_bytes / of_base.peak_bytes if of_base.peak_bytes else None)
 
 
 def test_long_inputs_are_for_recurrent_models(report):
-    assert [found.cell for found in report.long] == ["mamba2", "mamba2+post", "mamba2+post-minimal"]
+    assert [found.cell for found in report.long] == MAMBAS
     for found in report.long:
         assert [prefill.tokens for prefill in found.prefill] == [64, 5000]
         assert all(prefill.seconds > 0 for prefill in found.prefill)
@@ -239,7 +269,15 @@ def test_the_tables_name_what_was_measured(report):
     for table in report.tables():
         Console(file=screen, width=200).print(table)
     shown = screen.getvalue()
-    for words in ("mamba2+post-minimal", "of peak", "time of an add-on", "prefill 5,000", "threads: 1", "medians of 7"):
+    for words in (
+        "mamba2+post-minimal",
+        "of peak",
+        "with add-ons / without",
+        "mamba2+post+bft",
+        "prefill 5,000",
+        "threads: 1",
+        "medians of 7",
+    ):
         assert words in shown
 
 

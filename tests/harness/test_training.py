@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -14,14 +15,16 @@ from torch.nn import functional as F
 from decaybench.core.errors import RunError
 from decaybench.harness import training
 from decaybench.harness.config import RunConfig, make_config
+from decaybench.harness.evaluation import evaluate
 from decaybench.harness.progress import Progress
 from decaybench.harness.training import loss_and_hits, matmul_dtype, parameter_groups, to_tensors, train
 from decaybench.models.checkpoints import checkpoints_in, read_checkpoint
 from decaybench.models.language_model import LanguageModel, build_model
 from decaybench.models.mixers.parts import ShortConv
 from decaybench.results.record import TrainingInfo
-from decaybench.results.run_folder import RunFolder
-from decaybench.tasks.base import IGNORED
+from decaybench.results.run_folder import EvaluationFolder, RunFolder
+from decaybench.tasks.base import IGNORED, Task
+from decaybench.tasks.mqar import Mqar
 from decaybench.tasks.registry import make_task
 from tests.command import TINY, bench
 
@@ -39,7 +42,7 @@ def trained(found: RunConfig, folder: Path) -> tuple[LanguageModel, TrainingInfo
     return model, info
 
 
-@pytest.mark.parametrize("task", ["niah", "mqar"])
+@pytest.mark.parametrize("task", ["niah", "mqar", "mqar-noisy"])
 def test_the_loss_is_the_cross_entropy_at_the_labels(task: str) -> None:
     found = config({"name": task, "train_length": 32})
     made = make_task(found.task)
@@ -373,6 +376,104 @@ def test_saving_takes_a_small_share_of_the_time(
     settings = {"steps": 30, "batch_samples": 1}
     trained(config({"name": "mqar", "train_length": 16}, training=settings, checkpoint_seconds=seconds), tmp_path)
     assert saved == expected
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The labels of each step of the trainings that follow."""
+    seen: list[torch.Tensor] = []
+    really = training.loss_and_hits
+
+    def watch(model: LanguageModel, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
+        seen.append(labels)
+        return really(model, tokens, labels)
+
+    monkeypatch.setattr(training, "loss_and_hits", watch)
+    return seen
+
+
+@pytest.mark.parametrize("task", ["mqar", "niah", "mqar-noisy"])
+def test_training_labels_are_noisy_and_evaluation_is_clean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    seen = watched(monkeypatch)
+    settings = {"steps": 6, "batch_samples": 40, "review": 0}
+    found = config({"name": task, "train_length": 16}, training={**settings, "label_noise": 0.4})
+    model, info = trained(found, tmp_path / "noisy")
+    noisy, seen[:] = list(seen), []
+    trained(config({"name": task, "train_length": 16}, training=settings), tmp_path / "clean")
+    assert len(noisy) == len(seen) == 6
+    asked = torch.cat([labels != IGNORED for labels in seen])
+    wrong = torch.cat([(one != other) for one, other in zip(noisy, seen, strict=True)])
+    assert not wrong[~asked].any()
+    n = int(asked.sum())
+    assert abs(int(wrong.sum()) - 0.4 * n) < 4 * math.sqrt(n * 0.24)
+    assert info.config["label_noise"] == 0.4
+    assert not torch.equal(noisy[0], noisy[1]), "new samples, new noise"
+
+    made = make_task(found.task)
+    evaluated = evaluate(
+        model,
+        found,
+        EvaluationFolder(tmp_path / "evaluation"),
+        train_length=16,
+        device="cpu",
+        progress=Progress(quiet=True),
+    )
+    (cell, *_) = made.cells(found.evaluation, [16])
+    clean = made.batch(cell.shape, "test", 0, np.arange(100))
+    lines = EvaluationFolder(tmp_path / "evaluation").samples(cell.name).read()
+    assert [line.target for line in lines] == [tuple(row[row != IGNORED]) for row in clean.labels]
+    same = config({"name": task, "train_length": 16})
+    assert found.evaluation_hash == same.evaluation_hash and evaluated.data_hash
+
+
+def test_the_same_set_has_the_same_wrong_labels_in_every_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = watched(monkeypatch)
+    stages = [{"shape": {"length": 16, "kv": 2}, "examples": 12}]
+    settings = {"plan": "epochs", "epochs": 2, "batch_samples": 6, "label_noise": 0.5}
+    trained(config({"name": "mqar", "train_length": 16, "stages": stages}, training=settings), tmp_path)
+    assert len(seen) == 4 and torch.equal(seen[0], seen[2]) and torch.equal(seen[1], seen[3])
+
+
+def test_the_curriculum_goes_on_under_label_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that knows every answer: by its noisy labels alone it would master nothing."""
+    truth: dict[str, torch.Tensor] = {}
+    really, batch = training.loss_and_hits, Task.batch
+
+    def remember(self: Any, shape: Any, split: str, seed: int, indices: Any) -> Any:
+        made = batch(self, shape, split, seed, indices)
+        if split == "train":
+            truth["labels"] = torch.from_numpy(made.labels)
+        return made
+
+    def knows(model: LanguageModel, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
+        loss, _ = really(model, tokens, labels)
+        asked = labels != IGNORED
+        return loss, labels[asked] == truth["labels"][asked]
+
+    monkeypatch.setattr(Task, "batch", remember)
+    monkeypatch.setattr(training, "loss_and_hits", knows)
+    settings = {"steps": 60, "batch_samples": 64, "review": 0, "label_noise": 0.5}
+    _, info = trained(config({"name": "mqar", "train_length": 16}, training=settings), tmp_path / "mqar")
+    assert [stage.step is not None for stage in info.stages] == [True, True, True]
+    assert info.final_accuracy == pytest.approx(0.5, abs=0.1), "what is recorded is what the labels say"
+
+
+@pytest.mark.parametrize(("ceiling", "mastered"), [(0.6, 3), (None, 0)])
+def test_the_curriculum_asks_for_no_more_than_the_task_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ceiling: float | None, mastered: int
+) -> None:
+    really = training.loss_and_hits
+
+    def half_right(*arguments: Any) -> Any:
+        loss, hits = really(*arguments)
+        return loss, torch.arange(len(hits)) % 2 == 0
+
+    monkeypatch.setattr(Mqar, "ceiling", lambda self, shape: ceiling)
+    monkeypatch.setattr(training, "loss_and_hits", half_right)
+    settings = {"steps": 100, "batch_samples": 4, "review": 0}
+    _, info = trained(config({"name": "mqar", "train_length": 16}, training=settings), tmp_path)
+    assert sum(stage.step is not None for stage in info.stages) == mastered
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient's norm"])

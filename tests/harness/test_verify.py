@@ -79,7 +79,7 @@ def refused_without_samples(run: Path, edit: Edit) -> str:
 # --- what is right
 
 
-@pytest.mark.parametrize("task", ["niah", "mqar"])
+@pytest.mark.parametrize("task", ["niah", "mqar", "mqar-noisy"])
 def test_a_run_as_it_is_is_added_once(here: Path, finished: Finished, task: str) -> None:
     run = finished(task)
     path = record_path(run).relative_to(here)
@@ -468,6 +468,40 @@ def test_other_machines_last_digits_are_no_change(run: Path) -> None:
     record: Record = parse_record(resealed(content), "record")
     assert record != read_record(record_path(run))
     verify(record, EvaluationFolder(record_path(run).parent))
+
+
+def test_references_are_verified(here: Path, finished: Finished) -> None:
+    run = finished("mqar-noisy")
+    edits: dict[str, Edit] = {
+        "references.bayes is 0.999, but its samples give ": lambda r: r["cells"][1]["references"].update(bayes=0.999),
+        "references.last is None, but its samples give ": lambda r: r["cells"][1]["references"].pop("last"),
+        "references.oracle is 1.0, but its samples give None": lambda r: r["cells"][1]["references"].update(oracle=1.0),
+        "references.bayes is None, but": lambda r: r["cells"][1].pop("references"),
+    }
+    kept = record_path(run).read_text()
+    for words, edit in edits.items():
+        assert f"cell 'capacity-length64-kv4': {words}" in refused_without_samples(run, edit)
+        assert words in refused(run, edit)
+        record_path(run).write_text(kept)
+    plain = finished("mqar")
+    edit = lambda r: r["cells"][0].update(references={"bayes": 1.0})  # noqa: E731
+    assert "references.bayes is 1.0, but its samples give None" in refused_without_samples(plain, edit)
+
+
+def test_references_of_another_machine_may_differ_in_the_last_digits(here: Path, finished: Finished) -> None:
+    run = finished("mqar-noisy")
+    content = json.loads(record_path(run).read_text())
+    for cell in content["cells"]:
+        cell["references"] = {name: value * (1 - 1e-15) for name, value in cell["references"].items()}
+    verify(parse_record(resealed(content), "record"), EvaluationFolder(record_path(run).parent))
+
+
+def test_a_run_with_label_noise_is_added(here: Path) -> None:
+    assert bench(*MQAR, "--label-noise", "0.4").code == 0
+    (run,) = (here / "runs").iterdir()
+    assert [new for _, new in add_to_leaderboard(Path("board.json"), [run])] == [True]
+    edit: Edit = lambda r: r["training"]["config"].update(label_noise=None)  # noqa: E731
+    assert "training_hash is" in refused_without_samples(run, edit)
 
 
 def test_niah_depths_are_verified(here: Path, finished: Finished) -> None:

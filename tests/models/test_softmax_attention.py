@@ -117,12 +117,6 @@ def test_a_constant_precision_changes_no_weight(case, constant):
     assert torch.allclose(i, torch.tensor(1 / constant), rtol=1e-6)
 
 
-def test_no_precision_is_a_precision_of_one(case):
-    (q, k, v, lbar), mask = case
-    without, ones = (kriging_attention(q, k, v, given, mask) for given in (None, torch.ones_like(lbar)))
-    assert all(torch.equal(a, b) for a, b in zip(without, ones, strict=True))
-
-
 def leaves(*tensors):
     return [tensor.detach().clone().requires_grad_() for tensor in tensors]
 

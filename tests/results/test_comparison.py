@@ -55,6 +55,7 @@ def test_variants_come_in_the_order_asked_for() -> None:
         ({"model__config": {"name": "gla", "d_model": 64, "n_layers": 4}}, "model.n_layers is 2 or 4"),
         ({"environment__dtype": "bfloat16"}, "dtype is float32 or bfloat16"),
         ({"harness_version": 2}, "harness_version is 1 or 2"),
+        ({"training__config__label_noise": 0.4}, "training.label_noise is none or 0.4"),
     ],
 )
 def test_what_was_not_asked_alike_is_refused_and_can_be_chosen(changes: dict[str, Any], key: str) -> None:

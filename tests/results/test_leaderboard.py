@@ -166,6 +166,8 @@ def test_only_equal_runs_are_put_together() -> None:
         variation(seed=6, environment__dtype="bfloat16"),
         variation(seed=7, harness_version=2),
         variation(seed=8, training__train_length=32),
+        variation(seed=9, training__config__label_noise=0.4),
+        variation(seed=10, training__config__label_noise=0.2),
     ]
     assert [set(row.seeds.values()) for row in rows(records)] == [{1}] * len(records)
 
@@ -283,6 +285,43 @@ def test_lengths_stand_where_the_ratio_is_not_known() -> None:
     records = [example.record(), seal(content)]
     assert columns(records) == ["1x", "2x", "64", "512"]
     assert [row.train_length for row in rows(records)] == [None, 64]
+
+
+def test_the_table_says_what_was_trained_on_wrong_labels() -> None:
+    """Whether the same model without noise stands beside it or not; None is no noise, as where it isn't said."""
+    alone = [variation(seed=seed, training__config__label_noise=0.4) for seed in (0, 1)]
+    lines, _ = printed(alone)
+    assert [(line[1], line[-1]) for line in lines] == [("mamba2+post, label noise 0.4", "2")]
+    clean = [example.record(0), variation(seed=1, training__config__label_noise=None)]
+    lines, _ = printed([*clean, *(variation(seed=seed, training__config__label_noise=0.4) for seed in (2, 3))])
+    assert [(line[1], line[-1]) for line in lines] == [("mamba2+post", "2"), ("mamba2+post, label noise 0.4", "2")]
+
+
+def with_references(seed: int, bayes: float, **changes: Any) -> Record:
+    """A record with rules without a model: at 1x two depths, at 2x one cell."""
+    content = variation(seed=seed, **changes).plain()
+    for cell, more in zip(content["cells"], (-0.1, 0.1, -0.2), strict=True):
+        cell["references"] = {"bayes": bayes + more, "last": 0.5}
+    return seal({key: content[key] for key in content if key not in ("record_id", "schema_version")})
+
+
+def test_rules_without_a_model_have_a_row_each_where_the_samples_are_the_same() -> None:
+    records = [with_references(0, 0.8), with_references(4, 0.8), with_references(0, 0.8, model__cell="mamba2")]
+    (row, _) = rows(records)
+    assert row.references == {
+        "bayes": {"1x": pytest.approx(0.8), "2x": pytest.approx(0.6)},
+        "last": {"1x": 0.5, "2x": 0.5},
+    }
+    lines, text = printed(records)
+    assert [line[1] for line in lines] == ["mamba2", "mamba2+post", "(bayes)", "(last)"]
+    assert lines[2] == ["mqar v1", "(bayes)", "64", "capacity", "0.800", "0.600", ""]
+    assert "models in brackets: rules without a model, on the same samples" in " ".join(text.split())
+    other = with_references(0, 0.7, task__config={"vocab_size": 512})
+    assert [line[5:7] for line in printed([*records, other])[0] if line[1] == "(bayes)"] == [
+        ["0.800", "0.600"],
+        ["0.700", "0.500"],
+    ]
+    assert "brackets" not in printed([example.record()])[1]
 
 
 def test_the_table_shows_a_row_a_model() -> None:

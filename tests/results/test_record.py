@@ -314,6 +314,44 @@ def test_a_terminal_and_a_notebook_show_the_values() -> None:
     assert "&lt;b&gt;" in seal(replaced(example.content(), ("model", "cell"), lambda _: "<b>"))._repr_html_()
 
 
+def test_rules_without_a_model_stand_beside_the_accuracy() -> None:
+    content = example.content()
+    for cell, bayes in zip(content["cells"], (0.9, 0.8, 0.7), strict=True):
+        cell["references"] = {"bayes": bayes, "majority": 0.6, "last": 0.5}
+    record = seal(content)
+    assert [group.references for group in groups(record)] == [
+        {"bayes": pytest.approx(0.85), "majority": 0.6, "last": 0.5},
+        {"bayes": 0.7, "majority": 0.6, "last": 0.5},
+    ]
+    text = io.StringIO()
+    Console(file=text, width=160).print(record)
+    (line,) = [line for line in text.getvalue().splitlines() if "2x" in line]
+    shown = [entry.strip() for entry in line.split("│")[1:-1]]
+    assert shown[-4:] == ["0.700", "0.600", "0.500", "4"]
+    for page in (text.getvalue(), record._repr_html_()):
+        assert "bayes" in page and "majority takes the most frequent value" in " ".join(page.split())
+    assert "bayes" not in example.record()._repr_html_()
+    assert [group.references for group in groups(example.record())] == [{}, {}]
+    assert parse_record(json.loads(record.to_json()), "record") == record
+    for wrong in (1.5, -0.1, "high", None):
+        with pytest.raises(UserError, match=r"cells\.0\.references\.bayes"):
+            seal(replaced(content, ("cells", 0, "references", "bayes"), lambda _, wrong=wrong: wrong))
+
+
+def test_a_record_without_rules_is_the_record_it_was() -> None:
+    """The id of the example before there were references: a field that is absent changes no hash."""
+    assert all("references" not in cell for cell in example.record().plain()["cells"])
+    assert example.record().record_id.startswith("40c09104bdbaf022")
+
+
+def test_the_title_says_what_was_trained_on_wrong_labels() -> None:
+    content = example.content()
+    content["training"]["config"]["label_noise"] = 0.4
+    assert "mamba2+post, seed 0, trained with label noise 0.4" in seal(content)._repr_html_()
+    content["training"]["config"]["label_noise"] = None
+    assert "noise" not in seal(content)._repr_html_() and "noise" not in origin()._repr_html_()
+
+
 def test_the_committed_schema_is_up_to_date() -> None:
     committed = Path(module.__file__).with_name("record.schema.json")
     assert json.loads(committed.read_text()) == json_schema(), (

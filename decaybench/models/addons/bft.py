@@ -48,6 +48,7 @@ _LOG_LARGEST = 6.0  # of a precision and of a variance: log lambda stays in [-6,
 _LARGEST = math.exp(_LOG_LARGEST)
 _FAINTEST = 1e-9  # write strength: its square times the smallest precision's is still a float32
 _TINY = 1e-30
+_LOUDEST = 1e30  # observation: its product with K is a number still
 _MLP_WIDTH = 8
 
 
@@ -97,6 +98,10 @@ class BftConfig(Config):
                     raise ValueError(
                         f"precision=frozen carries none: {name}={getattr(self, name)} would change nothing"
                     )
+            for name in ("units", "observation", "nu0"):
+                if not self.gain and self._differs(name):
+                    value = getattr(self, name)
+                    raise ValueError(f"precision=frozen, gain=false weigh nothing: {name}={value} would change nothing")
         elif not (self.gain or self.reliability):
             raise ValueError("gain=false and reliability=false: the precision would be carried and change nothing")
         if not self.process_noise and self._differs("initial_noise"):
@@ -153,13 +158,13 @@ class Sources:
 
     def variance(self, config: BftConfig, heads: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
         """Of what the heads [B, T, H, V] read (None: the mean itself), times scale^2; [B, T, H, V]."""
-        a, b = residual_weights(self.size, self.inverse, config.nu0)
+        a, b = reml_weights(self.size, self.inverse, config.nu0)
         if config.observation == "estimate":
             a, b = a / self.size, b / self.size
         return read_variance(self.means, a, b, heads, scale)
 
 
-def residual_weights(n: Tensor, inverse: Tensor, nu0: float) -> tuple[Tensor, Tensor]:
+def reml_weights(n: Tensor, inverse: Tensor, nu0: float) -> tuple[Tensor, Tensor]:
     """(a, b) with sigma2 = (nu0 s02 + n s2) / (nu0 + n - 1) = a s2 + b mean_c(S2/S0), for s02 = inverse mean_c(S2/S0).
 
     Restricted maximum likelihood with a scaled inverse chi^2 prior. n: effective sample size >= 1; s2: variance of the
@@ -311,7 +316,7 @@ class KalmanResidual(Residual[KalmanObserver]):
         R = observer.variance(mixer.out_proj.weight)
         if self.config.units == "output":
             R = R / at_least_float32(y).square().mean(-1, keepdim=True).clamp(min=_TINY)
-        h, after, K = kalman_update(stream.hidden, P, y, R)
+        h, after, K = kalman_update(stream.hidden, P, y, R.clamp(max=_LOUDEST))
         after = P if self.config.precision == "frozen" else after
         if observer.context.trace is not None:
             n = observer.sources.size if observer.sources else None
@@ -339,7 +344,7 @@ class KalmanResidual(Residual[KalmanObserver]):
 
 
 class GateObserver(Observer):
-    """Puts a gate a head on what enters the output projection. gate: [B, T, H], or None for none there."""
+    """gate: [B, T, H] on the heads, before the output projection, or [B, T, 1] on the mixer's output (not on_heads)."""
 
     def __init__(self, gate: Tensor, context: Context, *, on_heads: bool) -> None:
         self.gate, self.context, self.on_heads = gate, context, on_heads
@@ -380,11 +385,11 @@ class GateResidual(Residual[GateObserver]):
         return Stream(torch.addcmul(stream.hidden, observer.gate, y))
 
 
-def make_residual(config: BftConfig | None, place: Place, heads: int) -> Residual[Any]:
-    """What joins a block's branches: the plain sum without BFT. heads: the mixer's."""
+def make_residual(config: BftConfig | None, place: Place, mixer: Mixer) -> Residual[Any]:
+    """What joins a block's branches: the plain sum without BFT."""
     if config is None:
         return Residual()
-    return KalmanResidual(config, place) if config.carries else GateResidual(config, place.d_model, heads)
+    return KalmanResidual(config, place) if config.carries else GateResidual(config, place.d_model, mixer.heads)
 
 
 def _carried(stream: Stream) -> Tensor:
@@ -419,7 +424,7 @@ class _KalmanUpdate(torch.autograd.Function):
         e, R, K, s, inside = ctx.saved_tensors
         with without_autocast(dh):
             passed = dafter * inside
-            dK_s = torch.addcmul(dh * e, passed, R).mul_(s)
-            dR = torch.addcmul(passed, dK_s, torch.ones_like(K), value=-1).mul_(K)
+            dK_s = torch.addcmul(at_least_float32(dh) * e, passed, R).mul_(s)
+            dR = torch.sub(passed, dK_s).mul_(K)
             dP = dK_s * (1 - K)
             return dh, dP, (dh * K).to(e.dtype), dR

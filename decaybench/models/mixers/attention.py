@@ -74,7 +74,7 @@ class Attention(Mixer):
         qkv, tail = self.qkv_proj(x), None
         if self.conv is not None and self.config.conv_width is not None:
             qkv, inputs = self.conv(qkv, layout, state.conv if state else None)
-            tail = conv_tail(inputs, layout, self.config.conv_width)
+            tail = conv_tail(inputs, layout, self.config.conv_width) if context.keep_state else None
         q, k, v = (split_heads(part, self.heads) for part in qkv.chunk(3, dim=-1))
         q, k = (rotary(part, layout.positions, self.config.rope_base).to(x.dtype) for part in (q, k))
         mask = _visible(layout, B, state)

@@ -179,7 +179,7 @@ def _gradients(
     dfound[..., 2 * V + 1] = _heads(dD1, L)
     dc = held + (dfound[..., 2 * V :] * weights).sum(-1)
     dsums = _scan_back(dfound, dc, 1, D, before, last, dlast)
-    dfound_square = _heads(dD2, L)[..., None].contiguous()
+    dfound_square = _heads(dD2, L)[..., None].clone(memory_format=torch.contiguous_format)
     D_squared = D.square()
     dc += 2 * dfound_square[..., 0] * D2
     dsquares = _scan_back(dfound_square, dc, 2, D_squared, before_square, last_square, dlast_square[..., None])

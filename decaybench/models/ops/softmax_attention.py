@@ -38,12 +38,10 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> T
 
 
 @keeps_precision
-def kriging_attention(q: Tensor, k: Tensor, v: Tensor, lbar: Tensor | None, mask: Tensor | None) -> Kriged:
-    """Attention over keys of precision lbar, float32 [B, S] > 0 (None: all 1); the rest as `softmax_attention`."""
+def kriging_attention(q: Tensor, k: Tensor, v: Tensor, lbar: Tensor, mask: Tensor | None) -> Kriged:
+    """Attention over keys of precision lbar, float32 [B, S] > 0; the rest as `softmax_attention`."""
     B, (H, V) = len(v), v.shape[2:]
     q, k, v = (at_least_float32(part).transpose(1, 2) for part in (q, k, v))
-    if lbar is None:
-        lbar = v.new_ones(B, v.shape[2])
     inverse = lbar.reciprocal()[:, None, :, None].expand(B, H, -1, 1)
     sources = torch.cat([v, v * v, inverse], dim=-1)
     sums, squares = _Kriging.apply(q * q.shape[-1] ** -0.5, k, sources, lbar.log(), mask)  # type: ignore[no-untyped-call]
