@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from decaybench.core.errors import UserError
 from decaybench.harness.drawing import (
-    INK,
-    INKS,
-    MARKERS,
+    DASHED,
+    MANY_INKS,
+    MANY_MARKERS,
     MUTED,
-    accuracy_axis,
     legend_below,
     log2_axis,
     make_panels,
@@ -29,6 +28,7 @@ from decaybench.harness.drawing import (
     style,
     thin,
     tokens_label,
+    unit_axis,
 )
 from decaybench.models.registry import architectures
 from decaybench.results.comparison import comparable
@@ -42,11 +42,9 @@ if TYPE_CHECKING:
 _MOST_COLUMNS = 4
 _WIDTH, _HEIGHT = 2.5, 1.95  # of a panel, inches
 _PAGE = 8.4  # inches: 900 pixels of a README, its letters as large as the page's
-_INKS = (*INKS, INK, "#e69f00", "#56b4e9")
-_MARKERS = (*MARKERS, "v", "P", "X")
 _APART = 0.07  # octaves between the marks of two models
 _LOOKS: tuple[dict[str, Any], ...] = (
-    {"linestyle": (0, (3, 1.5)), "linewidth": 1.2, "markerfacecolor": "white"},
+    {"linestyle": DASHED, "linewidth": 1.2, "markerfacecolor": "white"},
     {"linestyle": "-", "linewidth": 1.8},
     {"linestyle": "-.", "linewidth": 1.4, "fillstyle": "bottom"},
     {"linestyle": ":", "linewidth": 1.8, "fillstyle": "left"},
@@ -110,12 +108,12 @@ def _looks(lines: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 def _draw_panel(panel: Axes, here: Sequence[Row], looks: dict[str, dict[str, Any]], seeds: bool) -> None:
     """Rows as lines; seeds: with a mark each, models side by side."""
-    accuracy_axis(panel)
+    unit_axis(panel)
     order = _in_order({*architectures(), *(row.architecture for row in here)})
     for row in here:
         place = order.index(row.architecture)
-        marker = _MARKERS[(place + place // len(_INKS)) % len(_MARKERS)]
-        look: dict[str, Any] = {"color": _INKS[place % len(_INKS)], "marker": marker, **looks[_addons(row)]}
+        marker = MANY_MARKERS[(place + place // len(MANY_INKS)) % len(MANY_MARKERS)]
+        look: dict[str, Any] = {"color": MANY_INKS[place % len(MANY_INKS)], "marker": marker, **looks[_addons(row)]}
         octaves = _APART * (list(looks).index(_addons(row)) - (len(looks) - 1) / 2) if seeds else 0
         points = sorted(row.points.values(), key=lambda point: point.eval_length)
         x = [point.eval_length * 2**octaves for point in points]

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -25,9 +25,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
+T = TypeVar("T")
+
 INK, MUTED, GRID = "#222222", "#6b6b6b", "#e4e4e4"
 INKS = ("#0072b2", "#d55e00", "#009e73", "#b0578d")  # Okabe and Ito's: colour-blind eyes tell them apart
 MARKERS = ("o", "s", "^", "D")
+MANY_INKS = (*INKS, INK, "#e69f00", "#56b4e9")
+MANY_MARKERS = (*MARKERS, "v", "P", "X")
+DASHED = (0, (3, 1.5))  # ink and gap, in widths of the line
 _LEGEND_ROW = 0.19  # inches
 _STYLE: Any = {  # matplotlib types its keys one by one
     "axes.axisbelow": True,
@@ -121,6 +126,20 @@ def legend_below(figure: Figure, handles: Sequence[Artist], columns: int, title:
     figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * max(0, rows - 2))
 
 
+def evenly(items: Sequence[T], most: int) -> list[T]:
+    """At most so many of the items, 2 or more: the first, the last and those evenly between them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
+
+
+def shades(count: int) -> list[Any]:
+    """Blues from light to dark; the usual blue for one."""
+    from matplotlib import colormaps
+
+    return [colormaps["Blues"](shade) for shade in np.linspace(0.4, 1.0, count)] if count > 1 else [INKS[0]]
+
+
 def ratio_label(ratio: float) -> str:
     """A multiple of the training length: 2x."""
     return f"{ratio:.0f}x" if ratio >= 100 else f"{ratio:.3g}x"
@@ -134,8 +153,8 @@ def tokens_label(tokens: int) -> str:
     return str(tokens)
 
 
-def accuracy_axis(panel: Axes) -> None:
-    """Accuracies from 0 to 1 upwards."""
+def unit_axis(panel: Axes) -> None:
+    """Accuracies or gains from 0 to 1 upwards."""
     panel.set_ylim(-0.03, 1.03)
     panel.set_yticks(np.linspace(0, 1, 6))
     panel.grid(axis="y")

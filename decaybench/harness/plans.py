@@ -92,10 +92,10 @@ class MasteryPlan(Plan):
     def saw(self, step: int, stage: int, accuracy: float) -> bool:
         if stage != self._stage:
             return False
-        # Who gives the right answer agrees with 1 - label_noise of the labels, and noisy labels are all that a learner
-        # from noisy labels has: judged by the clean ones it would be told what it is to do without.
-        accuracy /= 1 - (self._config.label_noise or 0)
-        self._running = _MEMORY * self._running + (1 - _MEMORY) * accuracy
+        # A model that is always right agrees with 1 - label_noise of the labels that it is trained on. The clean ones
+        # are not looked at: it would be told what it is to do without.
+        of_reachable = accuracy / (1 - (self._config.label_noise or 0))
+        self._running = _MEMORY * self._running + (1 - _MEMORY) * of_reachable
         if self._running < self._wanted[stage] or self._mastered[stage] is not None:
             return False
         self._mastered[stage] = step

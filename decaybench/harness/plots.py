@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from decaybench.harness.drawing import (
+    DASHED,
     GRID,
     INK,
     INKS,
     MARKERS,
     MUTED,
-    accuracy_axis,
     apart,
     beside,
+    evenly,
     legend_below,
     log2_axis,
     make_panels,
@@ -31,9 +32,11 @@ from decaybench.harness.drawing import (
     name_panel,
     ratio_label,
     save,
+    shades,
     style,
     thin,
     tokens_label,
+    unit_axis,
 )
 from decaybench.results.record import CellResult, DistanceBin, Group, Record, groups
 
@@ -84,7 +87,7 @@ def timescale_figure(spectrum: Spectrum) -> Figure:
     """
     from matplotlib.ticker import NullLocator
 
-    chosen = _evenly(spectrum.layers, _MOST_LAYERS)
+    chosen = evenly(spectrum.layers, _MOST_LAYERS)
     some = f" ({len(chosen)} of {len(spectrum.layers)} layers)" if len(chosen) < len(spectrum.layers) else ""
     columns = len(chosen) if len(chosen) <= 3 else ceil(len(chosen) / 2)
     size = (max(5.2, 2.45 * columns), 2.1 * ceil(len(chosen) / columns) + 1.2)
@@ -145,7 +148,7 @@ def _length(record: Record) -> Figure:
     over = ", mean over depths" if any("depth" in cell.coordinates for cell in record.cells) else ""
     figure, (panel,) = make_panels(_title(record, variants, f"accuracy by length{over}"), 1, 1, (6.4, 3.8))
     _length_axis(panel, record)
-    accuracy_axis(panel)
+    unit_axis(panel)
     panel.set_xlabel("length (tokens)")
     panel.set_ylabel("accuracy, 95 % interval")
     ends = []
@@ -186,9 +189,9 @@ def _distance(record: Record) -> Figure:
     at = f" at length {next(iter(lengths))}" if len(lengths) == 1 else ""
     title = _title(record, variants, f"accuracy by distance{at}, 95 % intervals with samples as units")
     figure, panels = make_panels(title, len(variants), columns, size)
-    inks = _shades(len(lengths))
+    inks = shades(len(lengths))
     for panel, variant in zip(panels, variants, strict=True):
-        accuracy_axis(panel)
+        unit_axis(panel)
         name_panel(panel, variant, variants, pad=17)  # above "training length"
         for ink, length in zip(inks, lengths, strict=True):
             bins = _pooled(cell for cell in cells if (cell.variant, cell.eval_length) == (variant, length))
@@ -328,19 +331,6 @@ def _point(part: DistanceBin) -> tuple[float, float]:
     return sqrt(part.low * part.high), part.correct / part.asked
 
 
-def _shades(count: int) -> list[Any]:
-    """Blues from light to dark."""
-    from matplotlib import colormaps
-
-    return [colormaps["Blues"](shade) for shade in np.linspace(0.4, 1.0, count)] if count > 1 else [INKS[0]]
-
-
-def _evenly(layers: Sequence[LayerTimescales], most: int) -> list[LayerTimescales]:
-    if len(layers) <= most:
-        return list(layers)
-    return [layers[round(place * (len(layers) - 1) / (most - 1))] for place in range(most)]
-
-
 def _distinct_positions(spectrum: Spectrum) -> dict[int, str]:
     """The positions to draw, with their names: one, where timescales are the same at all of them."""
     if all(_constant(layer.at_start) and _constant(layer.after) for layer in spectrum.layers):
@@ -360,7 +350,7 @@ def _constant(timescales: Timescales) -> bool:
 def _timescale_lines(panel: Axes, layer: LayerTimescales, positions: dict[int, str]) -> None:
     heads = len(layer.after[next(iter(positions))])
     few = heads <= 12
-    start: dict[str, Any] = {"linestyle": (0, (3, 1.5)), "linewidth": 1.2, "markerfacecolor": "white"}
+    start: dict[str, Any] = {"linestyle": DASHED, "linewidth": 1.2, "markerfacecolor": "white"}
     start["marker"] = "o" if few else "none"
     trained: dict[str, Any] = {"marker": "o"}
     for ink, (position, name) in zip(INKS, positions.items(), strict=False):

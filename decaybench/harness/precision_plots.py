@@ -1,4 +1,4 @@
-"""Figures of what BFT's filter, or a gate in its place, does; harness/precision.py says where the numbers come from.
+"""Figures of what BFT's filter, or a gate in its place, does; harness/precision_tally.py says whence the numbers.
 
 An ink a layer, a run, a head or a kind of token, with bars for intervals or quartiles; dashed is theory, or a gate
 beside a filter. Sources are blue, the darker the more reliable.
@@ -6,7 +6,8 @@ beside a filter. Sources are blue, the darker the more reliable.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil, floor, log2
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from decaybench.harness.drawing import (
-    INK,
+    DASHED,
     INKS,
-    MARKERS,
+    MANY_INKS,
+    MANY_MARKERS,
     MUTED,
     apart,
     beside,
+    evenly,
     legend_below,
     log2_axis,
     make_panels,
@@ -27,33 +30,33 @@ from decaybench.harness.drawing import (
     name_axes,
     ratio_label,
     save,
+    shades,
     style,
     thin,
     tokens_label,
+    unit_axis,
 )
+from decaybench.harness.precision_report import ALL, ASKED, BOUND, TOKENS
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from decaybench.harness.precision import HeadSize, LayerDetail, Quartiles, RunTrace
+    from decaybench.harness.precision_report import HeadSize, LayerDetail, Quartiles, RunTrace
 
 _MOST_LAYERS = 6
 _MOST_COLUMNS = 3
 _FEW = 10
 _FEW_ASKED = f"fewer than {_FEW} questions"
 _FEW_LOOK: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "linestyle": "none"}
-_MORE_INKS = (*INKS, "#e69f00", "#56b4e9", INK)
-_MORE_MARKERS = (*MARKERS, "v", "P", "X")
-_PLACES = {"asked": "where an answer is asked", "all": "everywhere"}
-_KINDS = {"token": "by what a token is", "bound value": "values, by who bound them"}
+_PLACES = {ASKED: "where an answer is asked", ALL: "everywhere"}
+_KINDS = {TOKENS: "by what a token is", BOUND: "values, by who bound them"}
 _HEADS = dict(zip(("slowest head", "median head", "fastest head"), INKS, strict=False))
-_DASHED = (0, (3, 1.5))
-_THEORY: dict[str, Any] = {"linestyle": _DASHED, "linewidth": 1.2}
+_THEORY: dict[str, Any] = {"linestyle": DASHED, "linewidth": 1.2}
 _LIMIT: dict[str, Any] = {"linestyle": "none", "marker": "<", "markersize": 6, "markerfacecolor": "white"}
 _NO_DECAY: dict[str, Any] = {"color": MUTED, "linestyle": ":", "linewidth": 1}
-_HOLLOW: dict[str, Any] = {"linestyle": _DASHED, "linewidth": 1.3, "markerfacecolor": "white"}
+_HOLLOW: dict[str, Any] = {"linestyle": DASHED, "linewidth": 1.3, "markerfacecolor": "white"}
 
 
 def draw_run(run: RunTrace, folder: Path) -> list[Path]:
@@ -80,7 +83,7 @@ def gain_figure(run: RunTrace) -> Figure:
         for place, panel in enumerate(panels):
             _layer_lines(panel, run, by_answer=place % columns == 1, gain=place < columns)
             panel.grid(axis="y")
-        _unit_axis(panels[0])
+        unit_axis(panels[0])
         panels[0].set_ylabel("gain")
         if run.carries:
             _size_axis(panels[columns], [size for layer in run.layers for size in _sizes(layer)])
@@ -98,7 +101,7 @@ def gain_figure(run: RunTrace) -> Figure:
 def precision_figure(run: RunTrace) -> Figure:
     """Precision by kind of token before each layer and after its observation, and tau by class of token ids."""
     kinds = list(run.layers[0].precision)
-    looks = _looks([*run.layers[0].precision[kinds[0]], *run.tau])
+    looks = _looks([*run.layers[0].precision[kinds[0]], *run.tau], run.reliability)
     columns = len(kinds) + bool(run.tau)
     with style():
         figure, panels = make_panels(
@@ -126,13 +129,13 @@ def gain_length_figure(runs: Sequence[RunTrace]) -> Figure:
 
     At the right of a line: what a doubling of the context adds to its gain.
     """
-    shown = _evenly(range(min(len(run.layers) for run in runs)), _MOST_COLUMNS)
+    shown = evenly(range(min(len(run.layers) for run in runs)), _MOST_COLUMNS)
     columns = len(shown)
     title = f"{runs[0].task} {runs[0].variant}: gain by length of the context; right: what a doubling adds"
     with style():
         figure, panels = make_panels(title, 2 * columns, columns, (2.9 * columns + 1.2, 5.4))
         _length_axis(panels[0], runs)
-        _unit_axis(panels[0])
+        unit_axis(panels[0])
         for place, row in zip(_PLACES, (panels[:columns], panels[columns:]), strict=True):
             for panel, layer in zip(row, shown, strict=True):
                 panel.set_title(f"layer {layer}, {_PLACES[place]}")
@@ -149,15 +152,14 @@ def sample_size_figure(runs: Sequence[RunTrace]) -> Figure:
 
     The slowest, median and fastest head; of heads without decays those of the largest, median and smallest size.
     """
-    layers = [_evenly(range(len(run.layers)), _MOST_COLUMNS) for run in runs]
+    layers = [evenly(range(len(run.layers)), _MOST_COLUMNS) for run in runs]
     columns = max(len(shown) for shown in layers)
     title = f"{runs[0].task} {runs[0].variant}: effective sample size n by position, three heads a layer"
     with style():
         size = (2.9 * columns + 1.2, 2.3 * len(runs) + 1.4)
         figure, panels = make_panels(title, len(runs) * columns, columns, size)
-        longest = max(runs, key=lambda run: run.lengths[-1].length)
-        _position_axis(panels[0], longest)
-        _size_axis(panels[0], [1.0, float(longest.lengths[-1].length)])
+        _position_axis(panels[0], runs[0])
+        _size_axis(panels[0], [1.0, float(runs[0].lengths[-1].length)])
         name_axes(panels, columns, "position t (tokens)", "n")
         for row, (run, shown) in enumerate(zip(runs, layers, strict=True)):
             here = panels[row * columns : (row + 1) * columns]
@@ -179,7 +181,7 @@ def _asked(run: RunTrace) -> str:
 
 def _layer_lines(panel: Axes, run: RunTrace, *, by_answer: bool, gain: bool) -> None:
     """A line a layer; of an answer's place with few questions the mark is hollow."""
-    shown = _evenly(range(len(run.layers)), _MOST_LAYERS)
+    shown = evenly(range(len(run.layers)), _MOST_LAYERS)
     x = [place for place, _ in run.answers] if by_answer else run.centres
     few = [place for place, (_, count) in enumerate(run.answers) if count < _FEW] if by_answer else []
     for ink, number in zip(_inks(len(shown)), shown, strict=True):
@@ -204,12 +206,6 @@ def _layer_legend(panels: Sequence[Axes], columns: int) -> Iterator[Artist]:
 def _sizes(layer: LayerDetail) -> Iterator[float]:
     yield from layer.sample_size or ()
     yield from layer.answer_size or ()
-
-
-def _unit_axis(panel: Axes) -> None:
-    panel.set_ylim(-0.03, 1.03)
-    panel.set_yticks(np.linspace(0, 1, 6))
-    panel.grid(axis="y")
 
 
 def _size_axis(panel: Axes, sizes: Sequence[float]) -> None:
@@ -242,16 +238,15 @@ def _answer_axis(panel: Axes, run: RunTrace) -> None:
 
 
 def _length_axis(panel: Axes, runs: Sequence[RunTrace]) -> None:
-    ratios = {at.length: at.length / run.train_length for run in runs for at in run.lengths}
-    alike = len({run.train_length for run in runs}) == 1
-    labels = [tokens_label(length) + (f"\n{ratio_label(ratios[length])}" if alike else "") for length in sorted(ratios)]
-    log2_axis(panel, sorted(ratios), labels, min(ratios), max(ratios))
+    lengths = [at.length for at in runs[0].lengths]
+    labels = [f"{tokens_label(length)}\n{ratio_label(length / runs[0].train_length)}" for length in lengths]
+    log2_axis(panel, lengths, labels, min(lengths), max(lengths))
 
 
 def _length_lines(panel: Axes, runs: Sequence[RunTrace], place: str, layer: int) -> None:
     ends = []
     for number, run in enumerate(runs):
-        ink, marker = _MORE_INKS[number % len(_MORE_INKS)], _MORE_MARKERS[number % len(_MORE_MARKERS)]
+        ink, marker = MANY_INKS[number % len(MANY_INKS)], MANY_MARKERS[number % len(MANY_MARKERS)]
         estimates = [at.gain[place][layer] for at in run.lengths]
         lengths = [at.length for at in run.lengths]
         low, high = zip(*(estimate.interval for estimate in estimates), strict=True)
@@ -302,19 +297,19 @@ def _head_legend(runs: Sequence[RunTrace]) -> Iterator[Artist]:
     yield Line2D([], [], label="n = t, no decay", **_NO_DECAY)
 
 
-def _looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Ink and marker of each kind of token, the same in all panels."""
-    from matplotlib import colormaps
-
+def _looks(names: Sequence[str], reliability: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+    """Ink and marker of each kind of token, the same in all panels; reliability: of those that are sources."""
     names = list(dict.fromkeys(names))
-    sources = [name for name in names if name.startswith("source")]
-    others = [name for name in names if name not in sources]
-    shades = np.linspace(1.0, 0.35, len(sources)) if sources else ()
-    looks = {
-        name: {"color": colormaps["Blues"](shade), "marker": "o"} for name, shade in zip(sources, shades, strict=True)
-    }
-    inks, marks = (_MORE_INKS[1:], _MORE_MARKERS[1:]) if sources else (_MORE_INKS, _MORE_MARKERS)
-    for number, name in enumerate(others):
+    levels = sorted(set(reliability.values()))
+    blues = dict(zip(levels, shades(len(levels)), strict=True)) if levels else {}
+    alike: Counter[float] = Counter()
+    looks: dict[str, dict[str, Any]] = {}
+    for name, level in reliability.items():
+        looks[name] = {"color": blues[level], "marker": MANY_MARKERS[alike[level] % len(MANY_MARKERS)]}
+        alike[level] += 1
+    skipped = 1 if reliability else 0  # blue is the sources'
+    inks, marks = MANY_INKS[skipped:], MANY_MARKERS[skipped:]
+    for number, name in enumerate(name for name in names if name not in looks):
         looks[name] = {"color": inks[number % len(inks)], "marker": marks[number % len(marks)]}
     return looks
 
@@ -375,12 +370,4 @@ def _tau_panel(panel: Axes, tau: dict[str, Quartiles], looks: dict[str, dict[str
 
 def _inks(count: int) -> list[Any]:
     """An ink a layer: the usual ones for few, blues from light to dark for many."""
-    from matplotlib import colormaps
-
-    return list(INKS[:count]) if count <= len(INKS) else [colormaps["Blues"](s) for s in np.linspace(0.4, 1.0, count)]
-
-
-def _evenly(layers: Sequence[int], most: int) -> list[int]:
-    if len(layers) <= most:
-        return list(layers)
-    return [layers[round(place * (len(layers) - 1) / (most - 1))] for place in range(most)]
+    return list(INKS[:count]) if count <= len(INKS) else shades(count)

@@ -163,7 +163,8 @@ def _start(config: RunConfig, device: str, backend: str) -> _Work:
     )
     task = make_task(config.task)
     stages = task.stages()
-    plan = make_plan(stages, training, config.seed, [task.ceiling(stage.shape) for stage in stages])
+    ceilings = [task.ceiling(stage.shape) for stage in stages] if training.plan == "mastery" else None
+    plan = make_plan(stages, training, config.seed, ceilings)
     return _Work(model, optimiser, plan, _Averages(), [0] * len(stages), config.seed)
 
 

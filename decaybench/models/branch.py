@@ -78,23 +78,26 @@ class Place:
 class Observer:
     """What a residual asks of the branches that it joins; this one asks nothing and changes nothing.
 
-    A branch is given one or None. A recurrent mixer calls `log_reliability` before it mixes and `read` after; a mixer
+    A branch is given one or None. A recurrent mixer calls `write` before it mixes and `read` after; a mixer
     with softmax attention lets `attend` do it; both pass what enters their output projection through `output`. An FFN
     calls `dynamics` where `wants_dynamics`.
     """
 
     wants_dynamics: bool = False
 
-    def log_reliability(self, values: Tensor, write_strength: Tensor | None, log_decay: Tensor) -> Tensor | None:
-        """How much more to trust each write than those before it: log w, float32 [B, T, H]; None: all alike.
+    def write(self, values: Tensor, write_strength: Tensor | None, log_decay: Tensor) -> Tensor | None:
+        """What is about to be written. Returns log w, float32 [B, T, H]: how much more to trust each write than those
+        before it; None: all alike.
 
         values: [B, T, H, V], what is written, without its strength; write_strength: >= 0 [B, T, H], None for 1;
         log_decay: [B, T, H] or [B, T, H, K].
         """
         return None
 
-    def read(self, heads: Tensor, scale: Tensor) -> None:
-        """heads: [B, T, H, V], what was read; scale: [B, T, H, V], what multiplies it on its way to the projection."""
+    def read(self, size: Tensor, scale: Tensor) -> None:
+        """size: [B, T, H], the mean square of what each head read, over that of the norm after it (both in one number,
+        for they nearly cancel); scale: [B, T, H, V], what else multiplies it on its way to the projection.
+        """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Softmax attention, arguments as there (ops.softmax_attention)."""
@@ -113,7 +116,8 @@ class Branch(Module):
 
     @abstractmethod
     def forward(self, x: Tensor, context: Context, state: Any, observer: Observer | None = None) -> tuple[Tensor, Any]:
-        """x: [B, T, D] on compacted rows; state: this branch's state, or None at the start; observer: who else asks.
+        """x: [B, T, D] on compacted rows; state: this branch's state, or None at the start; observer: who watches this
+        branch, None for nobody.
 
         Returns y [B, T, D] and the state after each row's last real token (None unless context.keep_state).
         """

@@ -162,11 +162,19 @@ class RMSNorm(Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps, self.groups)
 
+    def factor(self, x: Tensor) -> Tensor:
+        """1 / rms of each group, float32 [..., groups, 1]."""
+        parts = at_least_float32(x).reshape(*x.shape[:-1], self.groups, -1)
+        return torch.rsqrt(parts.square().mean(-1, keepdim=True) + self.eps)
+
+    def share(self, x: Tensor) -> Tensor:
+        """The mean square that x / rms has, in each group: m / (m + eps) for one of m in x; float32 [..., groups]."""
+        m = at_least_float32(x).reshape(*x.shape[:-1], self.groups, -1).square().mean(-1)
+        return m / (m + self.eps)
+
     def slope(self, x: Tensor) -> Tensor:
         """weight / rms, float32 in x's shape: the derivative where the rms is taken for a constant."""
-        parts = at_least_float32(x).reshape(*x.shape[:-1], self.groups, -1)
-        r = torch.rsqrt(parts.square().mean(-1, keepdim=True) + self.eps)
-        return (r * self.weight.view(self.groups, -1)).reshape(x.shape)
+        return (self.factor(x) * self.weight.view(self.groups, -1)).reshape(x.shape)
 
 
 class LayerNorm(Module):
@@ -197,11 +205,14 @@ class LayerNorm(Module):
         parts = F.layer_norm(parts, parts.shape[-1:], eps=self.eps)
         return torch.addcmul(self.bias, parts.reshape(x.shape), self.weight).to(x.dtype)
 
+    def factor(self, x: Tensor) -> Tensor:
+        """1 / std of each group, float32 [..., groups, 1]."""
+        parts = at_least_float32(x).reshape(*x.shape[:-1], self.groups, -1)
+        return torch.rsqrt(parts.var(-1, correction=0, keepdim=True) + self.eps)
+
     def slope(self, x: Tensor) -> Tensor:
         """weight / std, float32 in x's shape: the derivative where mean and std are taken for constants."""
-        parts = at_least_float32(x).reshape(*x.shape[:-1], self.groups, -1)
-        r = torch.rsqrt(parts.var(-1, correction=0, keepdim=True) + self.eps)
-        return (r * self.weight.view(self.groups, -1)).reshape(x.shape)
+        return (self.factor(x) * self.weight.view(self.groups, -1)).reshape(x.shape)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What is claimed of a cell, from its counts alone: value, standard error and 95 % interval; and distance octaves.
+"""What is claimed of a cell, from its counts alone: value, standard error, 95 % interval; octaves, rank correlations.
 
 Wilson's score interval (Wilson, 1927) with z = z_.975, p the mean score and n the samples:
 
@@ -6,6 +6,10 @@ Wilson's score interval (Wilson, 1927) with z = z_.975, p the mean score and n t
 
 Student's t: P(|t| <= x) with theta = arctan(x / sqrt(df)) is a finite sum in cos(theta) (Abramowitz and Stegun,
 26.7.3 and 26.7.4); for many degrees of freedom its quantile is a series around the normal's (26.7.5).
+
+Rank correlations of pairs (x_i, y_i), with s_ij = sign(x_i - x_j) and t_ij = sign(y_i - y_j): Kendall's tau-b (1945) is
+sum(s t) / sqrt(sum(s^2) sum(t^2)) over all i and j. Spearman's is the same of the sums of s and of t over j, which are
+ranks up to a factor and a constant.
 """
 
 from __future__ import annotations
@@ -84,6 +88,20 @@ def octave(distance: int) -> int:
     if distance < 1:
         raise ValueError(f"a distance is at least 1 token, not {distance}")
     return 1 << (int(distance).bit_length() - 1)
+
+
+def kendall(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Kendall's tau-b of pairs (x, y); None where all x or all y are the same."""
+    signs = [np.sign(np.subtract.outer(np.asarray(v, dtype=np.float64), v)) for v in (x, y)]
+    scale = math.sqrt(float((signs[0] ** 2).sum() * (signs[1] ** 2).sum()))
+    return float((signs[0] * signs[1]).sum()) / scale if scale else None
+
+
+def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Spearman's rank correlation of pairs (x, y), equal ones sharing their mean rank; None where all are the same."""
+    ranks = [np.sign(np.subtract.outer(np.asarray(v, dtype=np.float64), v)).sum(1) for v in (x, y)]
+    scale = math.sqrt(float((ranks[0] ** 2).sum() * (ranks[1] ** 2).sum()))
+    return float((ranks[0] * ranks[1]).sum()) / scale if scale else None
 
 
 def _t_within(theta: float, df: int) -> float:

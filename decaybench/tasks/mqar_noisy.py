@@ -13,7 +13,8 @@ and uniform over the n values, so that what the bindings (s_1, v_1), (s_2, v_2),
 Places: 3 max_bindings kv for the bindings, those left over behind them; then the questions. A place that nothing stands
 at holds a uniform token that is none of the sample's keys (as MQAR's `random-safe`) and no source: a source token
 always opens a binding, so that what a model does at one is about bindings alone. In a `single` shape every key is bound
-once and truly: plain recall, for a curriculum to begin with. The task is ours.
+once and truly: plain recall, for a curriculum to begin with. A question's distance counts from the last binding of its
+key, whether that was true or not. The task is ours.
 """
 
 from __future__ import annotations

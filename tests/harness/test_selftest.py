@@ -386,7 +386,7 @@ def test_finds_precisions_cached_in_bfloat16(bug):
 
 
 def test_finds_a_precision_without_end(bug):
-    bug(bft, "_LOG_LARGEST", lambda original: math.inf)
+    bug(bft, "LOG_LARGEST", lambda original: math.inf)
     assert caught(8, 13, cell="attention+bft") == {13}
 
 

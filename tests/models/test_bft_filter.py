@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from decaybench.core.positions import Layout
-from decaybench.models.addons.bft import BftConfig, KalmanObserver, KalmanResidual, kalman_update
+from decaybench.models.addons.bft import BftConfig, KalmanObserver, KalmanResidual
 from decaybench.models.branch import Context, Place
 from decaybench.models.module import LayerNorm, RMSNorm, initialise
+from decaybench.models.ops.kalman_update import kalman_update
 from decaybench.models.residual import Stream
 from tests.models.small import largest
 

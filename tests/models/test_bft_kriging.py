@@ -59,7 +59,7 @@ def test_a_recurrences_variance_is_the_formula(options):
     """The relative variance of the sources' mean, at the size of what was read."""
     observer, _ = observed(*sources(7), **options)
     o, scale, W = draw(2, 7, H, V, seed=17), draw(2, 7, H, V, seed=18), draw(D_OUT, H * V, seed=20)
-    observer.read(o, scale)
+    observer.read(o.square().mean(-1), scale)
     variance, mean = variance_by_hand(observer, **options), moments(observer)[0].numpy()
 
     def mean_square(x):
@@ -120,8 +120,8 @@ def test_the_estimators_expectation_by_monte_carlo(kind, nu0):
 class Remembering(KalmanObserver):
     """Keeps its answer, for who mixes again."""
 
-    def log_reliability(self, values, write_strength, log_decay):
-        self.log_w = super().log_reliability(values, write_strength, log_decay)
+    def write(self, values, write_strength, log_decay):
+        self.log_w = super().write(values, write_strength, log_decay)
         return self.log_w
 
 
@@ -231,13 +231,13 @@ def test_rescaling_projections_leaves_the_gain_alone(cell, part, factor):
 @pytest.mark.parametrize("factor", [1e-4, 1e4])
 @pytest.mark.parametrize("part", ["q or k", "v"])
 def test_rescaled_heads_behind_a_norm_have_the_same_variance(part, factor):
-    """The observer alone: heads c o with a norm's slope / c; values come scaled or not."""
+    """The observer alone: heads c o with a slope / c; values come scaled or not."""
     (values, u, g, lbar), W = sources(9), draw(D_OUT, H * V, seed=20)
     o, slope = draw(2, 9, H, V, seed=17), draw(2, 9, H, V, seed=18)
     results = []
     for c in (1.0, factor):
         observer, log_w = observed(values * (c if part == "v" else 1.0), u, g, lbar)
-        observer.read(o * c, slope / c)
+        observer.read((o * c).square().mean(-1), slope / c)
         results.append((observer.variance(W), log_w))
     assert torch.allclose(results[0][0], results[1][0], rtol=1e-10)
     assert torch.equal(results[0][1], results[1][1])
@@ -279,16 +279,16 @@ def test_with_a_static_decay_the_sample_size_saturates_at_twice_the_timescale(ta
 # Gradients.
 
 
-@pytest.mark.parametrize("heads", [False, True])
+@pytest.mark.parametrize("size", [False, True])
 @pytest.mark.parametrize("scale", [False, True])
-def test_gradients_of_the_read_variance_are_finite_differences(heads, scale):
+def test_gradients_of_the_read_variance_are_finite_differences(size, scale):
     shape = 1, 3, 2, 4
     m, ratio = draw(*shape, seed=1), draw(*shape, seed=2).exp()  # below 1, s2 is 0, as after rounding
     x = [torch.cat([m, m**2 * ratio], -1), draw(*shape[:3], seed=3).exp(), draw(*shape[:3], seed=4).exp()]
-    x += [draw(*shape, seed=5)] * heads + [draw(*shape, seed=6)] * scale
+    x += [draw(*shape[:3], seed=5).exp()] * size + [draw(*shape, seed=6)] * scale
 
     def op(means, a, b, *rest):
-        return read_variance(means, a, b, rest[0] if heads else None, rest[-1] if scale else None)
+        return read_variance(means, a, b, rest[0] if size else None, rest[-1] if scale else None)
 
     assert torch.autograd.gradcheck(op, [part.clone().requires_grad_() for part in x])
 
@@ -301,7 +301,7 @@ def test_gradients_of_the_whole_observation_are_finite_differences(T, options):
     def observe(values, logit, log_rate, log_lambda, o, scale, W):
         lbar = log_lambda.exp().mean(-1)
         observer, log_w = observed(values, logit.sigmoid(), -log_rate.exp(), lbar, keep=False, **options)
-        observer.read(o, scale)
+        observer.read(o.square().mean(-1), scale)
         return log_w, observer.variance(W)
 
     def attend(q, k, v, log_lambda, W):
@@ -328,7 +328,7 @@ def test_frozen_attention_is_the_plain_one(constant):
 def test_an_observer_says_what_a_mixer_left_out():
     context = Context(Layout.fresh(2, torch.device("cpu")), False)
     observer = KalmanObserver(BftConfig(), torch.ones(1, 2), context, None, wants_dynamics=False)
-    with pytest.raises(AssertionError, match="log_reliability before read"):
-        observer.read(draw(1, 2, H, V), draw(1, 2, H, V))
+    with pytest.raises(AssertionError, match="write before read"):
+        observer.read(draw(1, 2, H), draw(1, 2, H, V))
     with pytest.raises(AssertionError, match="shows its heads"):
         observer.variance(draw(3, H * V))

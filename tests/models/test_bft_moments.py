@@ -49,7 +49,7 @@ def observed(values, u, g, lbar, *, positions=None, state=None, keep=True, **opt
         layout = Layout.of(positions, has_state=state is not None)
     context = Context(layout, keep_state=keep)
     observer = KalmanObserver(BftConfig(**options), lbar, context, state, wants_dynamics=False)
-    return observer, observer.log_reliability(values, u, g)
+    return observer, observer.write(values, u, g)
 
 
 def moments(observer):
@@ -214,7 +214,7 @@ def test_rows_of_padding_alone_are_finite_with_their_gradients():
     observer, log_w = observed(*x, positions=positions)
     heads, scale, W = (draw(*shape, seed=n).float() for n, shape in enumerate([(B, 6, H, V), (B, 6, H, V), (5, H * V)]))
     heads[0] = 0.0
-    observer.read(heads, scale)
+    observer.read(heads.square().mean(-1), scale)
     results = [*moments(observer), log_w, observer.variance(W)]
     assert all(part.isfinite().all() for part in results)
     assert not observer.kept.moments.sums[0].any()
@@ -262,14 +262,14 @@ class Given(Observer):
     """Answers a reliability of its choice and keeps what it is told."""
 
     def __init__(self, log_w):
-        self.log_w, self.told, self.heads = log_w, None, None
+        self.log_w, self.told, self.size = log_w, None, None
 
-    def log_reliability(self, values, write_strength, log_decay):
+    def write(self, values, write_strength, log_decay):
         self.told = values, write_strength, log_decay
         return self.log_w
 
-    def read(self, heads, scale):
-        self.heads = heads
+    def read(self, size, scale):
+        self.size = size
 
 
 POST = {"horizon": 16}
@@ -325,7 +325,7 @@ def second_mixer(request, monkeypatch):
         first(x, context, None)
         observer = Given(log_w)
         mixer(x, context, None, observer)
-        assert observer.heads is seen["o"]
+        assert observer.size.shape == seen["o"].shape[:3]
         return observer, seen["args"]
 
     return name, mixer, run

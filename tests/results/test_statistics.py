@@ -1,14 +1,15 @@
-"""The statistics of a cell against known values, brute force and simulated coverage."""
+"""The statistics of a cell, and rank correlations, against known values, brute force and simulated coverage."""
 
 from __future__ import annotations
 
 import math
+from itertools import combinations
 
 import numpy as np
 import pytest
 
 from decaybench.core.scoring import Metric
-from decaybench.results.statistics import cell_statistics, octave, t_quantile, wilson
+from decaybench.results.statistics import cell_statistics, kendall, octave, spearman, t_quantile, wilson
 
 
 @pytest.mark.parametrize(
@@ -131,3 +132,27 @@ def test_octaves_begin_at_powers_of_two(distance: int, edge: int) -> None:
 def test_a_distance_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 token"):
         octave(0)
+
+
+def _concordance(x: list[float], y: list[float]) -> tuple[int, int, int, int]:
+    pairs = list(combinations(range(len(x)), 2))
+    products = [(x[i] - x[j]) * (y[i] - y[j]) for i, j in pairs]
+    distinct = [sum(v[i] != v[j] for i, j in pairs) for v in (x, y)]
+    return sum(p > 0 for p in products), sum(p < 0 for p in products), *distinct
+
+
+def _midranks(x: list[float]) -> list[float]:
+    return [sum(b < a for b in x) + (sum(b == a for b in x) + 1) / 2 for a in x]
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_rank_correlations_are_those_counted_pair_by_pair(ties: bool) -> None:
+    draws = np.random.default_rng(1)
+    for _ in range(20):
+        x, y = ([float(v) for v in (draws.integers(0, 3, 6) if ties else draws.permutation(6))] for _ in range(2))
+        right, wrong, in_x, in_y = _concordance(x, y)
+        if in_x and in_y:
+            assert kendall(x, y) == pytest.approx((right - wrong) / math.sqrt(in_x * in_y))
+            assert spearman(x, y) == pytest.approx(np.corrcoef(_midranks(x), _midranks(y))[0, 1])
+    assert kendall([1, 2, 3], [5, 5, 5]) is None
+    assert spearman([1, 2, 3], [5, 5, 5]) is None

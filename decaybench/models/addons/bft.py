@@ -25,9 +25,8 @@ What the paper's summary states and what is our reconstruction of it: docs/bft.m
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -35,17 +34,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decaybench.core.config import Config
+from decaybench.models.addons.gates import GateResidual
 from decaybench.models.branch import Context, LayerTrace, Mixer, Observer, Place
-from decaybench.models.mixers.parts import inverse_softplus, split_heads
-from decaybench.models.module import DrawsFor, LayerNorm, Linear, Module, RMSNorm, normal_
+from decaybench.models.mixers.parts import inverse_softplus
+from decaybench.models.module import DrawsFor, LayerNorm, Module, RMSNorm, normal_
 from decaybench.models.ops.decayed_moments import MomentState, decayed_moments
+from decaybench.models.ops.kalman_update import LOG_LARGEST, bounded, kalman_update
 from decaybench.models.ops.precision import at_least_float32, without_autocast
 from decaybench.models.ops.read_variance import read_variance
 from decaybench.models.ops.softmax_attention import kriging_attention, softmax_attention
 from decaybench.models.residual import Residual, Stream
 
-_LOG_LARGEST = 6.0  # of a precision and of a variance: log lambda stays in [-6, 6]
-_LARGEST = math.exp(_LOG_LARGEST)
 _FAINTEST = 1e-9  # write strength: its square times the smallest precision's is still a float32
 _TINY = 1e-30
 _LOUDEST = 1e30  # observation: its product with K is a number still
@@ -156,12 +155,12 @@ class Sources:
     size: Tensor
     inverse: Tensor
 
-    def variance(self, config: BftConfig, heads: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
-        """Of what the heads [B, T, H, V] read (None: the mean itself), times scale^2; [B, T, H, V]."""
+    def variance(self, config: BftConfig, size: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+        """Of what heads of mean square `size` [B, T, H] read (None: the mean itself), times scale^2; [B, T, H, V]."""
         a, b = reml_weights(self.size, self.inverse, config.nu0)
         if config.observation == "estimate":
             a, b = a / self.size, b / self.size
-        return read_variance(self.means, a, b, heads, scale)
+        return read_variance(self.means, a, b, size, scale)
 
 
 def reml_weights(n: Tensor, inverse: Tensor, nu0: float) -> tuple[Tensor, Tensor]:
@@ -173,15 +172,6 @@ def reml_weights(n: Tensor, inverse: Tensor, nu0: float) -> tuple[Tensor, Tensor
     """
     freedom = nu0 + n - 1
     return n / freedom, nu0 * inverse / freedom
-
-
-def kalman_update(h: Tensor, P: Tensor, e: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One observation: h + K e, K R and K = P / (P + R), elementwise.
-
-    h: the state, of variance P > 0; e: the innovation, observed with variance R >= 0. The new variance is cut to
-    [e^-6, e^6]. K comes without a gradient, to be looked at.
-    """
-    return _KalmanUpdate.apply(h, P, e, R)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class InitialPrecision(Module):
@@ -219,7 +209,7 @@ class InitialPrecision(Module):
                 log_tau = F.linear(hidden, self.up.to(wide.dtype)[None])
         else:
             log_tau = wide.new_zeros(*tokens.shape, 1)
-        return torch.exp(-log_tau.clamp(-_LOG_LARGEST, _LOG_LARGEST)).expand(wide.shape)
+        return torch.exp(-log_tau.clamp(-LOG_LARGEST, LOG_LARGEST)).expand(wide.shape)
 
 
 class KalmanObserver(Observer):
@@ -236,7 +226,7 @@ class KalmanObserver(Observer):
         self.jacobian: Tensor | None = None
         self._variance: Tensor | None = None
 
-    def log_reliability(self, values: Tensor, write_strength: Tensor | None, log_decay: Tensor) -> Tensor | None:
+    def write(self, values: Tensor, write_strength: Tensor | None, log_decay: Tensor) -> Tensor | None:
         """log lbar_j - log(S0_j / D1_j)."""
         lbar = self.lbar[..., None]
         u = lbar.new_ones(values.shape[:3]) if write_strength is None else at_least_float32(write_strength)
@@ -260,9 +250,9 @@ class KalmanObserver(Observer):
         # Not a difference of logs: those of faint writes are large, and float32 would leave 2e-6 of it.
         return (lbar * self.sources.inverse).log()
 
-    def read(self, heads: Tensor, scale: Tensor) -> None:
-        assert self.sources is not None, "a recurrent mixer calls log_reliability before read"
-        self._variance = self.sources.variance(self.config, heads, scale).flatten(2)
+    def read(self, size: Tensor, scale: Tensor) -> None:
+        assert self.sources is not None, "a recurrent mixer calls write before read"
+        self._variance = self.sources.variance(self.config, size, scale).flatten(2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         lbar = self.lbar
@@ -337,94 +327,21 @@ class KalmanResidual(Residual[KalmanObserver]):
             P = (1 + observer.jacobian * slope).square() * P
         if self.q is not None:
             P = P + F.softplus(self.q)
-        return Stream(h, _bounded(P))
+        return Stream(h, bounded(P))
 
     def state(self, observer: KalmanObserver) -> SourceState | None:
         return observer.kept
-
-
-class GateObserver(Observer):
-    """gate: [B, T, H] on the heads, before the output projection, or [B, T, 1] on the mixer's output (not on_heads)."""
-
-    def __init__(self, gate: Tensor, context: Context, *, on_heads: bool) -> None:
-        self.gate, self.context, self.on_heads = gate, context, on_heads
-
-    def output(self, y: Tensor) -> Tensor:
-        if not self.on_heads:
-            return y
-        return (split_heads(y, self.gate.shape[-1]) * self.gate[..., None]).flatten(2)
-
-
-class GateResidual(Residual[GateObserver]):
-    """The controls: h + g y with one gate a token, g = sigmoid(w . x + b), b = 2 at first; or one gate a head before
-    the output projection, sigmoid(W x), as in arXiv 2505.06708 (its headwise gate after attention).
-    """
-
-    no_weight_decay: ClassVar[frozenset[str]] = frozenset({"bias"})
-
-    def __init__(self, config: BftConfig, d_model: int, heads: int) -> None:
-        super().__init__()
-        self.on_heads = config.control == "sigmoid_gate"
-        self.proj = Linear(d_model, heads if self.on_heads else 1)
-        self.bias = None if self.on_heads else nn.Parameter(torch.empty(1))
-
-    def initialise(self, draws_for: DrawsFor) -> None:
-        if self.bias is not None:
-            self.bias.fill_(2.0)
-
-    def observer(self, stream: Stream, x: Tensor, context: Context, state: Any) -> GateObserver:
-        logit = self.proj(x)
-        gate = torch.sigmoid(logit if self.bias is None else logit + self.bias).to(x.dtype)
-        return GateObserver(gate, context, on_heads=self.on_heads)
-
-    def update(self, stream: Stream, y: Tensor, observer: GateObserver, mixer: Mixer) -> Stream:
-        if observer.context.trace is not None:
-            observer.context.trace.append(LayerTrace(at_least_float32(observer.gate).mean(-1)))
-        if self.on_heads:
-            return Stream(stream.hidden + y)
-        return Stream(torch.addcmul(stream.hidden, observer.gate, y))
 
 
 def make_residual(config: BftConfig | None, place: Place, mixer: Mixer) -> Residual[Any]:
     """What joins a block's branches: the plain sum without BFT."""
     if config is None:
         return Residual()
-    return KalmanResidual(config, place) if config.carries else GateResidual(config, place.d_model, mixer.heads)
+    if config.carries:
+        return KalmanResidual(config, place)
+    return GateResidual(place.d_model, mixer.heads, on_heads=config.control == "sigmoid_gate")
 
 
 def _carried(stream: Stream) -> Tensor:
     assert stream.variance is not None, "a stream without a precision met a block that carries one"
     return stream.variance
-
-
-def _bounded(x: Tensor) -> Tensor:
-    return x.clamp(1 / _LARGEST, _LARGEST)
-
-
-class _KalmanUpdate(torch.autograd.Function):
-    """With its gradient: autograd's own makes twice as many passes.
-
-    With s = 1 / (P + R): dK/dP = (1 - K) s, dK/dR = -K s, and the new variance K R passes its gradient on where it
-    isn't cut.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, P: Tensor, e: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        s = torch.add(P, R).reciprocal_()
-        K = P * s
-        after = K * R
-        inside = (after >= 1 / _LARGEST) & (after <= _LARGEST)
-        ctx.save_for_backward(e, R, K, s, inside)
-        ctx.mark_non_differentiable(K)
-        return torch.addcmul(h, K.to(h.dtype), e.to(h.dtype)), _bounded(after), K
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dh: Tensor, dafter: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-        e, R, K, s, inside = ctx.saved_tensors
-        with without_autocast(dh):
-            passed = dafter * inside
-            dK_s = torch.addcmul(at_least_float32(dh) * e, passed, R).mul_(s)
-            dR = torch.sub(passed, dK_s).mul_(K)
-            dP = dK_s * (1 - K)
-            return dh, dP, (dh * K).to(e.dtype), dR

@@ -112,7 +112,7 @@ class GatedDeltaNet(Mixer):
         v = split_heads(v, H)
         log_decay = -self.spectrum.log_rate(layout.positions).exp() * F.softplus(a + self.dt_bias)
         logit = at_least_float32(b)
-        if observer is not None and (log_w := observer.log_reliability(v, logit.sigmoid(), log_decay)) is not None:
+        if observer is not None and (log_w := observer.write(v, logit.sigmoid(), log_decay)) is not None:
             logit = logit + log_w  # as in a Kalman filter the gain moves in odds: it never leaves (0, 1)
         beta = logit.sigmoid()
         o, memory = gated_delta_rule(
@@ -132,8 +132,8 @@ class GatedDeltaNet(Mixer):
         if gate is not None:
             y = y * gate
         if observer is not None:
-            scale = self.norm.slope(o)
-            observer.read(o, scale if gate is None else scale * split_heads(gate, H))
+            scale = self.norm.weight.expand(o.shape)
+            observer.read(self.norm.share(o)[..., 0], scale if gate is None else scale * split_heads(gate, H))
             y = observer.output(y)
         return self.out_proj(y), MemoryState.after(memory, inputs, layout, c.conv_width)
 

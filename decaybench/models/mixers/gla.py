@@ -109,7 +109,7 @@ class LinearAttention(Mixer):
         q, k = torch.split(split_heads(qk, 2 * H), H, dim=2)
         values = v = split_heads(v, H)
         log_decay = self.gate(x, layout.positions)
-        if observer is not None and (log_w := observer.log_reliability(v, None, log_decay)) is not None:
+        if observer is not None and (log_w := observer.write(v, None, log_decay)) is not None:
             values = (v * log_w.exp()[..., None]).to(v.dtype)
         o, memory = self.gate.recurrence(
             *self.placed(q, k, layout.positions),
@@ -124,7 +124,7 @@ class LinearAttention(Mixer):
         gate = F.silu(g)
         y = self.norm(o).flatten(2) * gate
         if observer is not None:
-            observer.read(o, self.norm.slope(o) * split_heads(gate, H))
+            observer.read(self.norm.share(o)[..., 0], self.norm.weight * split_heads(gate, H))
             y = observer.output(y)
         return self.out_proj(y), MemoryState.after(memory, inputs, layout, c.conv_width)
 

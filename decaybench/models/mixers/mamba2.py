@@ -115,7 +115,7 @@ class Mamba2(Mixer):
         dt = F.softplus(dt + self.dt_bias)
         log_decay = -self.spectrum.log_rate(layout.positions).exp() * dt
         step = dt
-        if observer is not None and (log_w := observer.log_reliability(u, dt, log_decay)) is not None:
+        if observer is not None and (log_w := observer.write(u, dt, log_decay)) is not None:
             step = dt * log_w.exp()
         y, ssm = scalar_decay(
             C_.reshape(B, T, c.n_groups, c.d_state),
@@ -132,7 +132,8 @@ class Mamba2(Mixer):
         gated = torch.addcmul(y, u, self.D[:, None]).reshape(B, T, self.inner).to(x.dtype) * gate
         normed = self.norm(gated)
         if observer is not None:
-            observer.read(y, (gate * self.norm.slope(gated)).view_as(y))
+            size = y.square().mean(-1).view(B, T, c.n_groups, -1) * self.norm.factor(gated).square()
+            observer.read(size.flatten(2), (gate * self.norm.weight).view(y.shape))
             normed = observer.output(normed)
         y = self.out_proj(normed)
         if ssm is None:

@@ -147,7 +147,7 @@ class RWKV7(Mixer):
         log_decay = split_heads(log_decay, self.heads)
         logit = split_heads(self.rate(x_a), self.heads)
         if observer is not None:
-            log_w = observer.log_reliability(v, torch.sigmoid(logit).mean(-1), log_decay)
+            log_w = observer.write(v, torch.sigmoid(logit).mean(-1), log_decay)
             if log_w is not None:
                 logit = logit + log_w[..., None]
         rate = torch.sigmoid(logit).to(k.dtype)
@@ -171,7 +171,8 @@ class RWKV7(Mixer):
         gate, flat = self.gate(x_g), o.flatten(2)
         y = (self.norm(flat) + bonus.flatten(2)) * gate
         if observer is not None:
-            observer.read(o, (self.norm.slope(flat) * gate).view_as(o))
+            size = o.square().mean(-1) * self.norm.factor(flat)[..., 0].square()
+            observer.read(size, (self.norm.weight * gate).view(o.shape))
             y = observer.output(y)
         return self.out_proj(y), None if wkv is None else RWKV7State(last_token(inputs, context.layout), wkv)
 

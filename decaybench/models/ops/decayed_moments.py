@@ -85,6 +85,41 @@ def decayed_moments(
     return found, MomentState(last, last_square) if output_final_state else None
 
 
+@keeps_precision
+def decayed_moments_recurrent(
+    v: Tensor,
+    x: Tensor,
+    u: Tensor,
+    log_decay: Tensor,
+    *,
+    initial_state: MomentState | None = None,
+    output_final_state: bool = False,
+    layout: Layout | None = None,
+) -> tuple[DecayedMoments, MomentState | None]:
+    """The definition, one step after the other. Arguments and results as `decayed_moments`."""
+    v, x, u = (at_least_float32(part) for part in (v, x, u))
+    if layout is not None and layout.valid is not None:
+        padding = ~layout.valid[..., None]
+        x, u, log_decay = (part.masked_fill(padding, 0.0) for part in (x, u, log_decay))
+    written = torch.cat([x[..., None] * v, x[..., None] * v * v, x[..., None], u[..., None]], dim=-1)
+    decay, V = bounded_log_decay(log_decay).exp(), v.shape[-1]
+    sums, squares = torch.zeros_like(written[:, 0]), torch.zeros_like(x[:, 0])
+    if initial_state is not None:
+        sums, squares = initial_state.sums.to(v.dtype), initial_state.squares.to(v.dtype)
+    found = []
+    for t in range(v.shape[1]):
+        if layout is not None and layout.resets is not None:
+            new = layout.resets[:, t, None]
+            sums, squares = sums.masked_fill(new[..., None], 0.0), squares.masked_fill(new, 0.0)
+        sums = decay[:, t, :, None] * sums + written[:, t]
+        squares = decay[:, t].square() * squares + x[:, t].square()
+        found.append(torch.cat([sums, squares[..., None]], dim=-1))
+    weighted, S0, D1, D2 = torch.split(torch.stack(found, dim=1), [2 * V, 1, 1, 1], dim=-1)
+    means = weighted * S0.clamp(min=_TINY).reciprocal()
+    moments = DecayedMoments(means, S0[..., 0], D1[..., 0], D2[..., 0])
+    return moments, MomentState(sums, squares) if output_final_state else None
+
+
 class _Moments(torch.autograd.Function):
     """By chunks, with its gradient. With c the log-decay summed from a chunk's start and D_ij = exp(c_i - c_j), the
     state before a chunk is one more source, and the state after it is what its last token holds:

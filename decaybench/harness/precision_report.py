@@ -1,0 +1,280 @@
+"""What `bench precision` found: gains, sample sizes and precisions of runs as data, and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import inf, sqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decaybench.results.resampling import Estimate
+from decaybench.results.statistics import kendall, spearman
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+ASKED, ALL = "asked", "all"  # the places where an answer is asked, and all places
+TOKENS, BOUND = "token", "bound value"  # kinds of places: by what a token is; a value, by the source that bound it
+
+
+@dataclass(frozen=True)
+class Quartiles:
+    """The spread of a quantity over `count` tokens."""
+
+    low: float
+    median: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: NDArray[Any]) -> Quartiles:
+        """Of one value or more, [n]."""
+        low, median, high = np.quantile(values.astype(np.float64), [0.25, 0.5, 0.75])
+        return cls(float(low), float(median), float(high), len(values))
+
+    def plain(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {"lower_quartile": self.low, "median": self.median, "upper_quartile": self.high, "tokens": self.count}
+
+
+@dataclass(frozen=True)
+class AtLength:
+    """One context length, tokens. gain, sample_size: an estimate a layer by place, ASKED and ALL; sample_size: the mean
+    over heads, None for a gate.
+    """
+
+    length: int
+    samples: int
+    gain: dict[str, tuple[Estimate, ...]]
+    sample_size: dict[str, tuple[Estimate, ...]] | None
+
+
+@dataclass(frozen=True)
+class HeadSize:
+    """A head's sample size by bin of positions. theory: of equal writes with the head's mean decays; None without
+    decays, as are the rest. timescale: -1 / mean log decay over the last bin, tokens, infinite where nothing decays.
+    taper: alpha, the power of t with which the timescale at rest grows. limit: what n tends to at the last position
+    (harness/sample_size.py).
+    """
+
+    head: int
+    measured: tuple[float, ...]
+    theory: tuple[float, ...] | None = None
+    timescale: float | None = None
+    taper: float | None = None
+    limit: float | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """JSON-able, but for the curves; an infinite timescale is None."""
+        found = _without_none(head=self.head, timescale=self.timescale, taper=self.taper, limit=self.limit)
+        return found | ({"timescale": None} if self.timescale == inf else {})
+
+
+@dataclass(frozen=True)
+class LayerDetail:
+    """One layer in the longest context. gain, sample_size: by bin of positions; answer_gain, answer_size: where answers
+    are asked, by the answer's place. heads: slowest first. precision: by kind and name of tokens, lambda before the
+    layer and after its observation. sample_size, answer_size: None for a gate, which has no heads or precision either.
+    """
+
+    gain: tuple[float, ...]
+    answer_gain: tuple[float, ...]
+    sample_size: tuple[float, ...] | None
+    answer_size: tuple[float, ...] | None
+    heads: tuple[HeadSize, ...]
+    precision: dict[str, dict[str, tuple[Quartiles, Quartiles]]]
+
+
+@dataclass(frozen=True)
+class SourceOrder:
+    """Do precisions order the sources of mqar-noisy by their reliability?
+
+    what: which precision. reliability, precision: a number a source. kendall (tau-b), spearman: rank correlations; None
+    where all of one are the same. In words sources of one reliability may come in any order; tau-b counts them as ties.
+    """
+
+    what: str
+    reliability: tuple[float, ...]
+    precision: tuple[float, ...]
+
+    @property
+    def kendall(self) -> float | None:
+        """Kendall's tau-b."""
+        return kendall(self.reliability, self.precision)
+
+    @property
+    def spearman(self) -> float | None:
+        """Spearman's rank correlation."""
+        return spearman(self.reliability, self.precision)
+
+    def plain(self) -> dict[str, Any]:
+        """JSON-able."""
+        found = {name: list(getattr(self, name)) for name in ("reliability", "precision")}
+        return {"what": self.what, **found, "kendall": self.kendall, "spearman": self.spearman}
+
+    def __str__(self) -> str:
+        sources = sorted(zip(self.reliability, self.precision, strict=True), reverse=True)
+        listed = ", ".join(f"{p:.3g} ({r:g})" for r, p in sources)
+        differences = [p - q for (r, p), (s, q) in combinations(sources, 2) if r > s]
+        if not differences:
+            said = "sources of one reliability have no order"
+        elif all(difference > 0 for difference in differences):
+            said = "ordered by reliability"
+        elif all(difference < 0 for difference in differences):
+            said = "ordered the other way round"
+        else:
+            said = "not ordered by reliability"
+        if self.kendall is None or self.spearman is None:
+            return f"{self.what}: {listed}: {said}"
+        return f"{self.what}: {listed}: {said} (Kendall {self.kendall:+.2f}, Spearman {self.spearman:+.2f})"
+
+
+@dataclass(frozen=True)
+class RunTrace:
+    """What a run's model does. name: how figures call it. slopes: what a doubling of the context adds to the gain, an
+    estimate a layer by place; empty with one length. bins: the bins of positions, first and last. answers: where
+    answers lie, as `depth` (0..1) or `distance` (an octave's lower end), and how many questions are asked about each.
+    tau: lambda of the embedding by class of token ids; empty where none is learned. reliability: of each source of
+    mqar-noisy, by the class of its token; empty for other tasks.
+    """
+
+    name: str
+    cell: str
+    seed: int
+    task: str
+    variant: str
+    train_length: int
+    lengths: tuple[AtLength, ...]
+    slopes: dict[str, tuple[Estimate, ...]]
+    bins: tuple[tuple[int, int], ...]
+    answer_place: str
+    answers: tuple[tuple[float, int], ...]
+    layers: tuple[LayerDetail, ...]
+    tau: dict[str, Quartiles]
+    reliability: dict[str, float]
+    sources: tuple[SourceOrder, ...]
+
+    @property
+    def carries(self) -> bool:
+        """Whether a precision is carried; else the gain is a gate's."""
+        return self.lengths[0].sample_size is not None
+
+    @property
+    def centres(self) -> tuple[float, ...]:
+        """The bins' geometric middles, positions."""
+        return tuple(sqrt(first * last) for first, last in self.bins)
+
+    def plain(self) -> dict[str, Any]:
+        """Every number of the figures, JSON-able."""
+        names = ("name", "cell", "seed", "task", "variant", "train_length")
+        tau = {name: spread.plain() for name, spread in self.tau.items()}
+        return {
+            **{name: getattr(self, name) for name in names},
+            "unit": "tokens",
+            "layers": [self._plain_layer(layer) for layer in range(len(self.layers))],
+            **({"tau": tau} if tau else {}),
+            **({"sources": [order.plain() for order in self.sources]} if self.sources else {}),
+        }
+
+    def _plain_layer(self, layer: int) -> dict[str, Any]:
+        look = self.layers[layer]
+        found: dict[str, Any] = {"layer": layer, "lengths": [_plain_length(at, layer) for at in self.lengths]}
+        if self.slopes:
+            found["gain_by_doubling"] = {place: self.slopes[place][layer].plain() for place in (ASKED, ALL)}
+        found["by_position"] = [
+            {"first": first, "last": last, **_without_none(gain=gain, sample_size=size, heads=heads)}
+            for (first, last), gain, size, heads in zip(
+                self.bins, look.gain, look.sample_size or [None] * len(self.bins), _by_bin(look, self.bins), strict=True
+            )
+        ]
+        sizes = look.answer_size or [None] * len(self.answers)
+        found[f"by_{self.answer_place}"] = [
+            {self.answer_place: place, "questions": count, **_without_none(gain=gain, sample_size=size)}
+            for (place, count), gain, size in zip(self.answers, look.answer_gain, sizes, strict=True)
+        ]
+        if look.heads:
+            found["heads"] = [head.plain() for head in look.heads]
+        if look.precision:
+            found["precision"] = {
+                kind: {name: {"before": a.plain(), "observed": b.plain()} for name, (a, b) in spreads.items()}
+                for kind, spreads in look.precision.items()
+            }
+        return found
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several runs' traces, and the folder that figures and numbers of all of them are in."""
+
+    folder: Path
+    runs: tuple[RunTrace, ...]
+
+    def plain(self) -> dict[str, Any]:
+        """Every number of the figures, JSON-able."""
+        return {"runs": [run.plain() for run in self.runs]}
+
+    def lines(self) -> list[str]:
+        """What a table can't hold: for each run whether it orders the sources."""
+        several = len(self.runs) > 1
+        return [f"{run.name}: {order}" if several else str(order) for run in self.runs for order in run.sources]
+
+    def __rich__(self) -> Table:
+        """A row a run and layer: the gain where answers are asked, what a doubling adds, and sample sizes."""
+        from rich.table import Table
+
+        run = self.runs[0]
+        table = Table(
+            title=f"{run.task} {run.variant}: gain and sample size n where an answer is asked, 95 % intervals"
+        )
+        table.add_column("model", overflow="fold")
+        ratios = [f"{at.length / run.train_length:g}x" for at in run.lengths]
+        table.add_column("layer", justify="right")
+        for title in (
+            *(f"gain\n{ratio}" for ratio in ratios),
+            "asked:\na doubling adds",
+            "everywhere:\na doubling adds",
+        ):
+            table.add_column(title, justify="right", no_wrap=True)
+        for ratio in ratios:
+            table.add_column(f"n\n{ratio}", justify="right", no_wrap=True)
+        for run in self.runs:
+            for layer in range(len(run.layers)):
+                gains = [f"{at.gain[ASKED][layer].value:.3f}" for at in run.lengths]
+                slopes = [_signed(run.slopes[place][layer]) if run.slopes else "" for place in (ASKED, ALL)]
+                sizes = [f"{at.sample_size[ASKED][layer].value:.3g}" if at.sample_size else "" for at in run.lengths]
+                table.add_row(run.name if layer == 0 else "", str(layer), *gains, *slopes, *sizes)
+        return table
+
+
+def _plain_length(at: AtLength, layer: int) -> dict[str, Any]:
+    places = {}
+    for place in (ASKED, ALL):
+        size = at.sample_size[place][layer].plain() if at.sample_size else None
+        places[place] = _without_none(gain=at.gain[place][layer].plain(), sample_size=size)
+    return {"length": at.length, "samples": at.samples, **places}
+
+
+def _by_bin(look: LayerDetail, bins: Sequence[tuple[int, int]]) -> list[list[dict[str, Any]] | None]:
+    """For each bin each head's sample size."""
+    if not look.heads:
+        return [None] * len(bins)
+    return [
+        [
+            _without_none(head=head.head, sample_size=head.measured[k], theory=head.theory[k] if head.theory else None)
+            for head in look.heads
+        ]
+        for k in range(len(bins))
+    ]
+
+
+def _without_none(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _signed(estimate: Estimate) -> str:
+    return f"{estimate.value:+.4f} [{estimate.interval[0]:+.4f}, {estimate.interval[1]:+.4f}]"
