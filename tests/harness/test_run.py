@@ -171,7 +171,10 @@ def test_python_and_the_command_line_give_the_same(here: Path, finished: Finishe
 
 
 NIAH_SETTINGS = [
-    *("model.mixer={d_state: 8, headdim: 8}", "training={steps: 12, batch_tokens: 128, warmup: 2, learning_rate: 0.01}"),
+    *(
+        "model.mixer={d_state: 8, headdim: 8}",
+        "training={steps: 12, batch_tokens: 128, warmup: 2, learning_rate: 0.01}",
+    ),
 ]
 
 
