@@ -50,7 +50,6 @@ _MQAR_RATES: dict[str, tuple[float, ...]] = {"mamba2": (2e-2,), "rwkv7": (4e-3,)
 # The best of the same for mamba2 and attention, one seed each; the others weren't tried.
 _NOISY_RATES: dict[str, tuple[float, ...]] = {"*": (1e-2,)}
 _NIAH_RATES: dict[str, tuple[float, ...]] = {
-    "mamba2": (2e-2,),
     "rwkv7": (4e-3,),
     "retnet": (2e-2,),
     "attention": (2e-2,),
