@@ -300,7 +300,11 @@ def selftest(
     addons: list[str],
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Every check of every cell, not only those that are broken.")
+        bool,
+        typer.Option(
+            "--verbose",
+            help="Every check of every cell, not only the broken ones; a single cell always has all.",
+        ),
     ] = False,
     json: Json = False,
 ) -> None:

@@ -13,7 +13,7 @@ from decaybench.core.hashing import without_absent
 from decaybench.core.names import unknown
 from decaybench.harness.config import RunConfig, evaluation_cells
 from decaybench.harness.environment import resolve_device
-from decaybench.harness.precision_plots import draw_comparison, draw_run
+from decaybench.harness.precision_plots import draw_comparison, draw_run, remove_figures
 from decaybench.harness.precision_report import Comparison, RunTrace
 from decaybench.harness.precision_tally import trace_run
 from decaybench.harness.presets import run_config_of
@@ -40,6 +40,7 @@ def draw_precision(
     """
     runs = trace_runs(paths, lengths=lengths, samples=samples, variant=variant, device=device)
     folder = out or (paths[0] / "precision" if len(paths) == 1 else Path("precision"))
+    remove_figures(folder)
     for path, run in zip(paths, runs, strict=True):
         draw_run(run, folder if len(paths) == 1 else folder / path.resolve().name)
     draw_comparison(runs, folder)

@@ -56,7 +56,15 @@ _HEADS = dict(zip(("slowest head", "median head", "fastest head"), INKS, strict=
 _THEORY: dict[str, Any] = {"linestyle": DASHED, "linewidth": 1.2}
 _LIMIT: dict[str, Any] = {"linestyle": "none", "marker": "<", "markersize": 6, "markerfacecolor": "white"}
 _NO_DECAY: dict[str, Any] = {"color": MUTED, "linestyle": ":", "linewidth": 1}
+_FIGURES = ("gain", "precision", "gain-length", "sample-size")
 _HOLLOW: dict[str, Any] = {"linestyle": DASHED, "linewidth": 1.3, "markerfacecolor": "white"}
+
+
+def remove_figures(folder: Path) -> None:
+    """Remove what an earlier call drew there: it may have drawn more, which would stand beside new numbers."""
+    for name in _FIGURES:
+        for ending in (".png", ".svg"):
+            (folder / f"{name}{ending}").unlink(missing_ok=True)
 
 
 def draw_run(run: RunTrace, folder: Path) -> list[Path]:

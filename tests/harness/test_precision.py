@@ -441,6 +441,9 @@ def test_files_and_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for name in ("gain.png", "gain.svg", "precision.png", "precision.svg"):
         again = Path("precision") / with_bft.name / name
         assert again.read_bytes() == (alone.folder / name).read_bytes(), "the same bytes every time"
+    draw_precision([with_bft], samples=2, lengths=["1x"])
+    left = {path.name for path in alone.folder.iterdir()}
+    assert left == names - {"gain-length.png", "gain-length.svg"}, "none of an earlier call stands beside new numbers"
 
 
 def test_many_layers_heads_and_runs_have_room(tmp_path: Path) -> None:
