@@ -243,7 +243,9 @@ def _rules(lines: Sequence[Row]) -> list[tuple[Row, str]]:
     found: dict[tuple[Any, ...], tuple[Row, str]] = {}
     for row in lines:
         for name, values in row.references.items():
-            asked = (row.task, row.version, row.train_length, row.variant, name, *values.items())
+            # To so many digits: means over other numbers of seeds round differently.
+            told = ((column, round(value, 9)) for column, value in values.items())
+            asked = (row.task, row.version, row.train_length, row.variant, name, *told)
             found.setdefault(asked, (row, name))
     return list(found.values())
 
