@@ -192,6 +192,7 @@ def _checkpoint_info(config: RunConfig, checkpoint: Checkpoint) -> CheckpointInf
         sha256=checkpoint.sha256,
         train_length=checkpoint.train_length,
         longest_trained=checkpoint.longest_trained,
+        label_noise=checkpoint.label_noise,
     )
 
 

@@ -264,6 +264,7 @@ def _save(work: _Work, config: RunConfig, stages: Sequence[Stage], folder: RunFo
         "train_length": config.task.train_length,
         "longest_trained": _longest_trained(work, stages),
         "training_hash": config.training_hash,
+        **({} if config.training.label_noise is None else {"label_noise": config.training.label_noise}),
     }
     path = folder.checkpoint / f"step-{work.step:08d}"
     written = write_checkpoint(path, work.model, config.seed, facts, {_OPTIMISER_FILE: averages})

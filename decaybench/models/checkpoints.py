@@ -62,6 +62,11 @@ class Checkpoint:
         """The longest sequence trained on, as the writer states, tokens; None where it states none."""
         return self.facts.get("longest_trained")
 
+    @property
+    def label_noise(self) -> float | None:
+        """The share of training labels that were replaced, as the writer states; None where it states none."""
+        return self.facts.get("label_noise")
+
     def tensors(self, file: str) -> dict[str, Tensor]:
         """The tensors of one file, on the CPU. Raises UserError on a damaged file."""
         try:
@@ -133,6 +138,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             raise UserError(
                 f"checkpoint {folder} is damaged: {_FACTS} has {key}={facts[key]!r}, not a number of tokens"
             )
+    noise = facts.get("label_noise")
+    if noise is not None and (type(noise) not in (int, float) or not 0 <= noise < 1):
+        raise UserError(f"checkpoint {folder} is damaged: {_FACTS} has label_noise={noise!r}, not a share")
     for name, sha256 in files.items():
         if not _FILE_NAME.fullmatch(name):  # never look outside the folder
             raise UserError(f"checkpoint {folder} is damaged: {name[:40]!r} is no file name")

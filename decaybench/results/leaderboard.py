@@ -20,7 +20,15 @@ from filelock import FileLock, Timeout
 from decaybench.core.errors import RunError, UserError
 from decaybench.core.files import atomic_write_json, read_json, writing
 from decaybench.core.hashing import digest, without_absent
-from decaybench.results.record import CellResult, Coordinates, Record, check_counts, parse_record, without_depth
+from decaybench.results.record import (
+    CellResult,
+    Coordinates,
+    Record,
+    check_counts,
+    label_noise,
+    parse_record,
+    without_depth,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -183,6 +191,8 @@ def settings_of(record: Record) -> dict[str, Any]:
         chosen["training"] = _without(record.training.config, "seed")
     if record.checkpoint:
         chosen["checkpoint"] = record.checkpoint.sha256
+        if noise := label_noise(record):
+            chosen["training"] = {"label_noise": noise}
     return _flat(chosen)
 
 

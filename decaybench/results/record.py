@@ -132,6 +132,9 @@ class CheckpointInfo(Part):
     longest_trained: int | None = Field(
         default=None, ge=1, description="longest sequence trained on, as it states, tokens; absent: it states none"
     )
+    label_noise: float | None = Field(
+        default=None, ge=0, lt=1, description="share of training labels replaced, as it states; absent: it states none"
+    )
 
     @field_validator("source")
     @classmethod
@@ -422,8 +425,10 @@ def groups(record: Record) -> list[Group]:
 
 
 def label_noise(record: Record) -> float:
-    """The share of training labels that were replaced (`training.label_noise`); 0 where it isn't said."""
+    """The share of training labels that were replaced, by the training or the checkpoint; 0 where neither says."""
     said = record.training.config.get("label_noise") if record.training else None
+    if record.checkpoint is not None:
+        said = record.checkpoint.label_noise
     return float(said) if isinstance(said, int | float) else 0.0
 
 

@@ -23,6 +23,7 @@ from decaybench.harness.progress import Progress
 from decaybench.harness.run import carry_out, carry_out_all
 from decaybench.models.checkpoints import checkpoints_in, read_checkpoint, write_checkpoint
 from decaybench.models.language_model import build_model
+from decaybench.results.leaderboard import rows
 from decaybench.results.record import Record, read_record
 from tests.command import MQAR, NIAH, bench
 
@@ -230,6 +231,21 @@ def test_a_run_as_checkpoint_gives_the_values_of_the_run(
         assert found["seed"] == run["seed"]
     assert steps == [] and contents(folder) == before
     assert len(list((here / "runs").iterdir())) == 2, "one more folder, named after the weights"
+
+
+def test_a_checkpoint_says_what_was_wrong_in_its_training(here: Path) -> None:
+    """Else a model that was trained on wrong labels would stand beside the others as a clean one."""
+    json_of(*MQAR, "--label-noise", "0.4")
+    (folder,) = (here / "runs").iterdir()
+    found = json_of("mqar", "--checkpoint", str(folder), "--eval-lengths", "1x", "--samples", "2", "--out", "second")
+    assert found["checkpoint"]["label_noise"] == 0.4
+    (path,) = here.glob("second/*/evaluations/*/record.json")
+    (row, *_) = rows([read_record(path)])
+    assert row.settings["training.label_noise"] == 0.4
+    (facts,) = folder.glob("checkpoint/*/facts.json")
+    facts.write_text(json.dumps({**json.loads(facts.read_text()), "label_noise": "much"}))
+    code, _, err = bench("mqar", "--checkpoint", str(folder))
+    assert code == 2 and "label_noise='much', not a share" in err
 
 
 def test_a_checkpoint_of_another_seed_says_so(here: Path) -> None:
