@@ -160,6 +160,8 @@ def _caption(lines: Sequence[Row], width: int) -> str:
     sizes = {name: lines[0].settings.get(f"model.{name}") for name in ("d_model", "n_layers")}
     told = [f"{name} {size}" for name, size in sizes.items() if size is not None]
     told.append(_span([row.parameters for row in lines], "parameter"))
+    if noise := lines[0].settings.get("training.label_noise"):  # the same in all lines of a figure
+        told.append(f"trained with label noise {noise:g}")
     said = [f"{shown}; {samples} a cell{depths}", bold + ", ".join(told), *_training(lines)]
     return "\n".join(textwrap.fill(line, width) for line in said)
 

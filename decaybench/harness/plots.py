@@ -38,7 +38,7 @@ from decaybench.harness.drawing import (
     tokens_label,
     unit_axis,
 )
-from decaybench.results.record import CellResult, DistanceBin, Group, Record, groups
+from decaybench.results.record import CellResult, DistanceBin, Group, Record, groups, label_noise
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -213,7 +213,9 @@ def _distance(record: Record) -> Figure:
 
 def _title(record: Record, variants: Sequence[str], shown: str) -> str:
     asked = f"{record.task.name} {variants[0]}" if len(variants) == 1 else record.task.name
-    return f"{record.model.cell} on {asked}: {shown}"
+    noise = label_noise(record)
+    trained = f", trained with label noise {noise:g}," if noise else ""
+    return f"{record.model.cell}{trained} on {asked}: {shown}"
 
 
 def _variants(cells: Iterable[CellResult]) -> list[str]:

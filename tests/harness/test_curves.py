@@ -212,6 +212,12 @@ def test_the_caption_says_what_training_was_not_alike() -> None:
     assert "by model" not in caption(figure_of(records[:1]))
 
 
+def test_the_caption_says_what_was_trained_on_wrong_labels() -> None:
+    noisy = [measured(name, 0, {T: 0.5}, training__config={"label_noise": 0.4}) for name in ("mamba2", "gla")]
+    assert "trained with label noise 0.4" in caption(figure_of(noisy))
+    assert "noise" not in caption(figure_of([measured("mamba2", 0, {T: 0.5})]))
+
+
 def test_seeds_and_samples_that_differ_are_a_range() -> None:
     records = [*seeds("mamba2", MAMBA), *seeds("gla", {64: (0.5,)})]
     assert "medians of 1 to 3 seeds" in caption(figure_of(records))

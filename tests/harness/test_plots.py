@@ -215,6 +215,12 @@ def test_lines_over_length_are_the_pooled_values_with_their_intervals() -> None:
     assert panel.get_legend() is None
 
 
+def test_a_title_says_what_was_trained_on_wrong_labels() -> None:
+    found = {**content(), "training": {**content()["training"], "config": {"label_noise": 0.4}}}
+    for drawn in evaluation_figures(seal(found)).values():
+        assert "trained with label noise 0.4, on " in " ".join(drawn.get_suptitle().split())
+
+
 def test_an_unevaluated_training_length_has_a_tick_and_an_unknown_one_no_mark() -> None:
     (panel,) = panels(evaluation_figures(record([one("capacity", 256, 3, kv=4)]))["accuracy-length"])
     assert x_labels(panel) == {256: "256\n4x", 64: "64\n1x"}
