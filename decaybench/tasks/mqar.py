@@ -8,8 +8,8 @@ and some late. The other places are filled by `fill`. Source: Zoology, arXiv 231
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,12 +134,7 @@ class Mqar(Task[MqarConfig, MqarShape, MqarEvaluation]):
 
     def cells(self, evaluation: MqarEvaluation, lengths: Sequence[int]) -> list[Cell]:
         """A cell for each variant and length, or for each of `pairs`, with its number of pairs as coordinate."""
-        cells = []
-        for variant, length, kv in cell_sizes(evaluation, lengths, self.config.train_length):
-            shape = MqarShape(length=length, kv=kv)
-            self.check(shape)
-            cells.append(Cell(shape, variant, {"kv": kv}))
-        return cells
+        return kv_cells(self, MqarShape, evaluation, lengths)
 
     def remarks(self, cells: Sequence[Cell]) -> list[str]:
         """With fill `random`: how often the filler repeats a key, which asks for the rebinding of a key, not recall."""
@@ -206,7 +201,19 @@ def step_over(ranks: NDArray[np.int64], taken: NDArray[np.int64]) -> NDArray[np.
     return ranks
 
 
-def cell_sizes(evaluation: MqarEvaluation, lengths: Sequence[int], train_length: int) -> list[tuple[str, int, int]]:
+def kv_cells(
+    task: Task[Any, Any, Any], shape_of: Callable[..., Shape], evaluation: MqarEvaluation, lengths: Sequence[int]
+) -> list[Cell]:
+    """The cells of a task whose shapes are `shape_of(length=..., kv=...)`. Raises UserError where one can't exist."""
+    cells = []
+    for variant, length, kv in _sizes(evaluation, lengths, task.config.train_length):
+        shape = shape_of(length=length, kv=kv)
+        task.check(shape)
+        cells.append(Cell(shape, variant, {"kv": kv}))
+    return cells
+
+
+def _sizes(evaluation: MqarEvaluation, lengths: Sequence[int], train_length: int) -> list[tuple[str, int, int]]:
     """(variant, length, pairs) of each cell: a cell for each variant and length, or for each of `evaluation.pairs`."""
     if evaluation.pairs is not None:
         return [("listed", length, kv) for length, kv in evaluation.pairs]

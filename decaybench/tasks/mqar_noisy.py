@@ -40,7 +40,7 @@ from decaybench.tasks.base import (
     TaskConfig,
     doubling_lengths,
 )
-from decaybench.tasks.mqar import MqarEvaluation, cell_sizes, slot_weights, step_over
+from decaybench.tasks.mqar import MqarEvaluation, kv_cells, slot_weights, step_over
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Int64 = NDArray[np.int64]
@@ -163,12 +163,7 @@ class MqarNoisy(Task[MqarNoisyConfig, MqarNoisyShape, MqarNoisyEvaluation]):
 
     def cells(self, evaluation: MqarNoisyEvaluation, lengths: Sequence[int]) -> list[Cell]:
         """A cell for each variant and length, or for each of `pairs`, with its number of keys as coordinate."""
-        cells = []
-        for variant, length, kv in cell_sizes(evaluation, lengths, self.config.train_length):
-            shape = MqarNoisyShape(length=length, kv=kv)
-            self.check(shape)
-            cells.append(Cell(shape, variant, {"kv": kv}))
-        return cells
+        return kv_cells(self, MqarNoisyShape, evaluation, lengths)
 
     def references(self, batch: Batch) -> dict[str, Float64]:
         """bayes: the likeliest value by the equation above. majority: the most frequent value. last: the last one."""

@@ -60,21 +60,21 @@ def decayed_moments(
     layout: Layout | None = None,
     chunk_size: int = DEFAULT_CHUNK,
 ) -> tuple[DecayedMoments, MomentState | None]:
-    """v: [B, T, H, V]; x, u: >= 0 [B, T, H]; log_decay: <= 0 [B, T, H]; layout as in `scalar_decay`.
+    """By the form that suits the length: the loop for one token, the chunked form for more.
 
-    Any T >= 1 and chunk_size >= 1 give the same. Raises ValueError on shapes that don't fit and on log-decays below
-    float32.
+    v: [B, T, H, V]; x, u: >= 0 [B, T, H]; log_decay: <= 0 [B, T, H]; layout as in `scalar_decay`. Any T >= 1 and
+    chunk_size >= 1 give the same. Raises ValueError on shapes that don't fit and on log-decays below float32.
     """
     check_log_decay(log_decay)
     T = v.shape[1]
     if not x.shape == u.shape == log_decay.shape == v.shape[:3]:
         shapes = ", ".join(str(tuple(part.shape)) for part in (v, x, u, log_decay))
         raise ValueError(f"decayed_moments wants v [B,T,H,V], x, u and log_decay [B,T,H]; got {shapes}")
-    v, x, u = (at_least_float32(part) for part in (v, x, u))
-    if layout is not None and layout.valid is not None:
-        padding = ~layout.valid[..., None]
-        x, u, log_decay = (part.masked_fill(padding, 0.0) for part in (x, u, log_decay))
-    log_decay = bounded_log_decay(log_decay)
+    if T == 1:
+        return decayed_moments_recurrent(
+            v, x, u, log_decay, initial_state=initial_state, output_final_state=output_final_state, layout=layout
+        )
+    v, x, u, log_decay = _prepare(v, x, u, log_decay, layout)
     L = min(chunk_size, T)
     (v, x, u, log_decay), visible = fill_last_chunk(L, layout, v, x, u, log_decay)
     sums = squares = None
@@ -97,12 +97,9 @@ def decayed_moments_recurrent(
     layout: Layout | None = None,
 ) -> tuple[DecayedMoments, MomentState | None]:
     """The definition, one step after the other. Arguments and results as `decayed_moments`."""
-    v, x, u = (at_least_float32(part) for part in (v, x, u))
-    if layout is not None and layout.valid is not None:
-        padding = ~layout.valid[..., None]
-        x, u, log_decay = (part.masked_fill(padding, 0.0) for part in (x, u, log_decay))
+    v, x, u, log_decay = _prepare(v, x, u, log_decay, layout)
     written = torch.cat([x[..., None] * v, x[..., None] * v * v, x[..., None], u[..., None]], dim=-1)
-    decay, V = bounded_log_decay(log_decay).exp(), v.shape[-1]
+    decay, V = log_decay.exp(), v.shape[-1]
     sums, squares = torch.zeros_like(written[:, 0]), torch.zeros_like(x[:, 0])
     if initial_state is not None:
         sums, squares = initial_state.sums.to(v.dtype), initial_state.squares.to(v.dtype)
@@ -278,6 +275,14 @@ def _scan_back(
         dc[n, ..., -1] += power * (after * dstate).sum(-1)
         dstate = torch.addcmul(read[n], carry[n], dstate)
     return dstate
+
+
+def _prepare(v: Tensor, x: Tensor, u: Tensor, log_decay: Tensor, layout: Layout | None) -> tuple[Tensor, ...]:
+    v, x, u = (at_least_float32(part) for part in (v, x, u))
+    if layout is not None and layout.valid is not None:
+        padding = ~layout.valid[..., None]
+        x, u, log_decay = (part.masked_fill(padding, 0.0) for part in (x, u, log_decay))
+    return v, x, u, bounded_log_decay(log_decay)
 
 
 def _inverse(weights: Tensor) -> Tensor:
