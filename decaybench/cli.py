@@ -293,6 +293,68 @@ def precision(
 
 
 @app.command()
+def compare(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Finished runs; none: a leaderboard's records.", metavar="[RUN]...")
+    ] = None,
+    addon: Annotated[
+        str | None, typer.Option(help="Run --task with and without this add-on, where that isn't done yet.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="The task: mqar, mqar-noisy, niah.")] = None,
+    model: Annotated[str | None, typer.Option(help="Architecture, or several: mamba2,gla.")] = None,
+    seeds: Annotated[str, typer.Option(help="With --addon: the seeds.")] = "0,1,2",
+    preset: Annotated[str | None, typer.Option(help="With --addon: named settings.", show_default="smoke")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="With --addon: any setting; may be repeated."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="With --addon: folder of run folders.", show_default="runs")] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare every model with this one, e.g. mamba2+bft.", show_default="the same without the add-on"
+        ),
+    ] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Of a leaderboard only records with this setting; may be repeated."),
+    ] = None,
+    file: Board = _BOARD,
+    distance: Annotated[bool, typer.Option("--distance", help="Also by octave of the distance.")] = False,
+    json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
+) -> None:
+    """Did an add-on help, or the seed? Differences paired by seed and sample, with intervals and an exact test."""
+    from decaybench.core.files import readable_json
+    from decaybench.harness.compare import compare_addon, compare_entries, compare_runs
+    from decaybench.harness.progress import Progress
+
+    if addon is not None:
+        found = compare_addon(
+            task or "mqar",
+            model or "mamba2",
+            addon,
+            seeds=[_integer("--seeds", part) for part in seeds.split(",")],
+            preset=preset,
+            settings=settings or (),
+            out=out,
+            progress=Progress(quiet=quiet),
+        )
+    elif runs:
+        found = compare_runs(runs, base=base)
+    else:
+        models = [part.strip() for part in model.split(",")] if model else []
+        found = compare_entries(file, task=task, models=models, where=where or (), base=base)
+    if json:
+        _write(readable_json(found.plain()))
+        return
+    for table in found.tables(distance=distance):
+        _print(table)
+    for remark in found.remarks():
+        _print(remark)
+
+
+@app.command()
 @_with_addons
 def selftest(
     model: Annotated[str, typer.Option(help="Architecture, or all with every add-on.")] = "mamba2",

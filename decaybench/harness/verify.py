@@ -40,7 +40,7 @@ from decaybench.models.language_model import LanguageModel, build_model
 from decaybench.models.registry import architectures
 from decaybench.results.leaderboard import add_record, check_leaderboard, read_leaderboard
 from decaybench.results.record import CellResult, Record, TrainingInfo, check_counts, data_hash, read_record
-from decaybench.results.run_folder import EvaluationFolder, SampleLine
+from decaybench.results.run_folder import EvaluationFolder, SampleLine, find_evaluations
 from decaybench.tasks.base import Cell, Task
 from decaybench.tasks.registry import get_task
 
@@ -114,7 +114,7 @@ def verify(record: Record, folder: EvaluationFolder | None = None) -> None:
 
 def add_to_leaderboard(file: Path, runs: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
     """Verify every evaluation of the runs against its samples, then add its record; yields (record, whether new)."""
-    found = [folder for run in runs for folder in _evaluations(run)]
+    found = [folder for run in runs for folder in find_evaluations(run)]
     for folder in found:
         record = read_record(folder.record_path)
         try:
@@ -145,19 +145,6 @@ def validate_file(file: Path) -> Validated:
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
     return Validated(len(found) - len(others), tuple(others))
-
-
-def _evaluations(run: Path) -> list[EvaluationFolder]:
-    if (run / "record.json").is_file():
-        return [EvaluationFolder(run)]
-    if run.name == "record.json" and run.is_file():
-        return [EvaluationFolder(run.parent)]
-    if not run.exists():
-        raise UserError(f"no run at {run}: there is no such folder")
-    found = sorted(path.parent for path in run.glob("evaluations/*/record.json"))
-    if not found:
-        raise UserError(f"{run} holds no finished evaluation (evaluations/*/record.json)")
-    return [EvaluationFolder(path) for path in found]
 
 
 def _same_cells(record: Record, cells: Sequence[Cell]) -> None:

@@ -26,6 +26,7 @@ _SHARED = (
     "model.d_model",
     "model.n_layers",
 )
+_CONTROL = "model.bft.control"  # what stands in the place of BFT's filter: none, or a gate
 
 
 def comparable(
@@ -34,30 +35,27 @@ def comparable(
     """The summary's rows of one task that may stand in one figure: like with like, and a row a model and variant.
 
     variants: those wanted, in this order; None: all. where: `[MODEL:]KEY=VALUE`, keeps the records (of that model) with
-    this setting. Raises UserError with one line on names that aren't there; where what was asked, its samples, the
-    label noise or the models' width and depth differ; and where a model was trained in several ways.
+    this setting; a control has none of the options of what it stands in the place of. Raises UserError with one line on
+    names that aren't there; where what was asked, its samples, the label noise or the models' width and depth differ;
+    and where a model was trained in several ways.
     """
     of_task = [record for record in records if record.task.name == task]
     if not of_task:
         raise unknown("task of the leaderboard", task, {record.task.name for record in records})
-    chosen = _chosen(of_task, where)
-    found = rows(chosen)
+    kept = chosen(of_task, where)
+    found = rows(kept)
     known = list(dict.fromkeys(row.variant for row in found))
     for variant in variants or ():
         if variant not in known:
             raise unknown(f"variant of {task}", variant, known)
     found = [row for variant in variants or known for row in found if row.variant == variant]
     _check_alike(found)
-    _check_data(chosen)
+    _check_data(kept)
     return found
 
 
-def _read(value: str) -> Any:
-    """A value as --set reads it: 0.01, true, null; and none, as tables write what isn't there."""
-    return None if value == "none" else apply_settings({}, [f"value={value}"])["value"]
-
-
-def _chosen(records: Sequence[Record], where: Iterable[str]) -> list[Record]:
+def chosen(records: Sequence[Record], where: Iterable[str]) -> list[Record]:
+    """The records with these settings (`comparable`). Raises UserError on a condition that no record meets."""
     kept = list(records)
     for condition in where:
         name, equals, value = condition.partition("=")
@@ -67,7 +65,7 @@ def _chosen(records: Sequence[Record], where: Iterable[str]) -> list[Record]:
         meant = [record for record in kept if model in ("", record.model.cell)]
         if not meant:
             raise unknown("model of the leaderboard", model, {record.model.cell for record in records})
-        values = {record.record_id: settings_of(record) for record in meant}
+        values = {record.record_id: _in_force(settings_of(record)) for record in meant}
         if not any(key in settings for settings in values.values()):
             raise unknown("setting", key, {key for settings in values.values() for key in settings})
         # A setting whose value is the word "none" (model.bft.control) isn't one that isn't there.
@@ -79,6 +77,21 @@ def _chosen(records: Sequence[Record], where: Iterable[str]) -> list[Record]:
             raise UserError(f"--where {condition}: no record has this; {key} is {there}")
         kept = left
     return kept
+
+
+def _in_force(settings: dict[str, Any]) -> dict[str, Any]:
+    """Without the filter's options where a gate stands in its place: they are at their defaults there and do nothing,
+    so that model.bft.gain=true means models with BFT's gain.
+    """
+    if settings.get(_CONTROL, "none") == "none":
+        return settings
+    filters = _CONTROL.rpartition(".")[0] + "."
+    return {key: value for key, value in settings.items() if key == _CONTROL or not key.startswith(filters)}
+
+
+def _read(value: str) -> Any:
+    """A value as --set reads it: 0.01, true, null; and none, as tables write what isn't there."""
+    return None if value == "none" else apply_settings({}, [f"value={value}"])["value"]
 
 
 def _check_alike(lines: Sequence[Row]) -> None:

@@ -148,12 +148,26 @@ def columns(records: Iterable[Record]) -> list[str]:
     A length is in tokens where its ratio isn't known or isn't a short number. Cells of one variant and length that
     differ in more than depth have a column each, named by their coordinates: 1x kv=16.
     """
-    places = [(name, cell) for record in records for name, cell in _columns(record)]
+    places = [(name, cell) for record in records for name, cell in placed(record)]
     order: dict[str, tuple[Any, ...]] = {}
     for name, cell in places:
         ratio = cell.ratio if name.split()[0].endswith("x") else None
         order[name] = (ratio is None, ratio or cell.eval_length, *without_depth(cell).values())
     return sorted(order, key=order.__getitem__)
+
+
+def placed(record: Record) -> Iterator[tuple[str, CellResult]]:
+    """Each cell of a record with its column of the summary."""
+    places: dict[tuple[str, int], list[Coordinates]] = {}
+    for cell in record.cells:
+        known = places.setdefault((cell.variant, cell.eval_length), [])
+        if without_depth(cell) not in known:
+            known.append(without_depth(cell))
+    for cell in record.cells:
+        column = _length_name(cell)
+        if len(places[cell.variant, cell.eval_length]) > 1:
+            column = " ".join([column, *(f"{name}={value}" for name, value in without_depth(cell).items())])
+        yield column, cell
 
 
 def rows(records: Iterable[Record]) -> list[Row]:
@@ -301,7 +315,7 @@ def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _row(equal: Sequence[Record], variant: str) -> Row:
     measured: dict[str, dict[int, dict[str, CellResult]]] = {}  # by column, seed and name
     for record in equal:
-        for column, cell in _columns(record):
+        for column, cell in placed(record):
             if cell.variant == variant:
                 cells = measured.setdefault(column, {}).setdefault(record.seed, {})
                 # The same cell twice: its samples are the same ones, as far as they go.
@@ -336,20 +350,6 @@ def _point(by_seed: dict[int, dict[str, CellResult]]) -> Point:
 def _references(known: Sequence[dict[str, float]]) -> dict[str, float]:
     names = [name for name in known[0] if all(name in found for found in known)]
     return {name: statistics.fmean(found[name] for found in known) for name in names}
-
-
-def _columns(record: Record) -> Iterator[tuple[str, CellResult]]:
-    """Each cell of a record with its column."""
-    places: dict[tuple[str, int], list[Coordinates]] = {}
-    for cell in record.cells:
-        known = places.setdefault((cell.variant, cell.eval_length), [])
-        if without_depth(cell) not in known:
-            known.append(without_depth(cell))
-    for cell in record.cells:
-        column = _length_name(cell)
-        if len(places[cell.variant, cell.eval_length]) > 1:
-            column = " ".join([column, *(f"{name}={value}" for name, value in without_depth(cell).items())])
-        yield column, cell
 
 
 def _length_name(cell: CellResult) -> str:

@@ -233,6 +233,20 @@ class RunFolder:
                     entry.unlink()
 
 
+def find_evaluations(run: Path) -> list[EvaluationFolder]:
+    """The finished evaluations of a run; or that one whose folder or record `run` is. Raises UserError on none."""
+    if (run / "record.json").is_file():
+        return [EvaluationFolder(run)]
+    if run.name == "record.json" and run.is_file():
+        return [EvaluationFolder(run.parent)]
+    if not run.exists():
+        raise UserError(f"no run at {run}: there is no such folder")
+    found = sorted(path.parent for path in run.glob("evaluations/*/record.json"))
+    if not found:
+        raise UserError(f"{run} holds no finished evaluation (evaluations/*/record.json)")
+    return [EvaluationFolder(path) for path in found]
+
+
 def _valid(complete: list[bytes]) -> tuple[list[SampleLine], str | None]:
     lines: list[SampleLine] = []
     for text in complete:

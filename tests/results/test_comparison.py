@@ -99,6 +99,34 @@ def test_a_model_trained_in_two_ways_is_refused_until_one_is_chosen() -> None:
     assert [row.values["1x"] for row in found] == [0.9, 0.3]
 
 
+def test_a_gate_has_none_of_the_options_of_the_filter_whose_place_it_takes() -> None:
+    """Its own are all at their defaults, gain=true among them, and do nothing."""
+
+    def with_bft(name: str, **options: Any) -> Any:
+        config = {"name": "mamba2", "d_model": 64, "n_layers": 2}
+        bft = {"gain": True, "nu0": 1.0, "control": "none", **options}
+        return measured(f"mamba2+{name}", 0, SHARES, model__config={**config, "bft": bft})
+
+    records = [
+        measured("mamba2", 0, SHARES),
+        with_bft("bft"),
+        with_bft("bft-no-gain", gain=False),
+        with_bft("scalar-gate", control="scalar_gate"),
+    ]
+
+    def models(*where: str) -> list[str]:
+        return [row.model for row in comparable(records, "mqar", where=where)]
+
+    assert models("model.bft.gain=true") == ["mamba2+bft"]
+    assert models("model.bft.nu0=1") == ["mamba2+bft", "mamba2+bft-no-gain"]
+    assert models("model.bft.control=none") == ["mamba2+bft", "mamba2+bft-no-gain"]
+    assert models("model.bft.control=scalar_gate") == ["mamba2+scalar-gate"]
+    everything = ["mamba2", "mamba2+bft", "mamba2+bft-no-gain", "mamba2+scalar-gate"]
+    assert models() == everything
+    assert models("mamba2+bft:model.bft.gain=true") == everything
+    refused(records, "'model.bft.gain'", where=["mamba2+scalar-gate:model.bft.gain=true"])
+
+
 def test_several_cells_a_length_are_no_curve() -> None:
     record = measured("mamba2", 0, {64: 0.9})
     cells = [cell.plain() | {"coordinates": {"kv": kv}, "name": str(kv)} for cell in record.cells for kv in (4, 8)]
