@@ -115,7 +115,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "section evaluation 0": ((*NIAH, *set_("evaluation=0")), ("evaluation=0",)),
     "section mixer 5": ((*NIAH, *set_("model.mixer=5")), ("model.mixer=5",)),
     "section post 5": ((*NIAH, *set_("model.post=5")), ("model.post=5",)),
-    "section bft 5": ((*NIAH, *set_("model.bft=5")), ("model.bft=5",)),
+    "section bft 5": ((*NIAH, *set_("model.bft=5")), ("model.bft=5", "model.bft.KEY=VALUE")),
     # values
     "negative size": ((*NIAH, *set_("model.mixer.d_state=-1")), ("model.mixer.d_state=-1",)),
     "no layers": ((*NIAH, *set_("model.n_layers=0")), ("model.n_layers=0",)),
@@ -154,7 +154,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "control of post": ((*NIAH, *set_("model.post.control=wide")), ("model.post.control='wide'", "'static_wide'")),
     "jacobian without an FFN": (
         (*NIAH, "--bft", *set_("model.bft.jacobian=detached")),
-        ("bft.jacobian=detached", "this model has none"),
+        ("bench: model.bft.jacobian=detached", "this model has none"),
     ),
     "precision of bft": (
         (*NIAH, *set_("model.bft.precision=tokens")),
@@ -162,7 +162,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "switches that leave nothing": (
         (*NIAH, *set_("model.bft={gain: false, reliability: false}")),
-        ("model.bft", "gain=false and reliability=false"),
+        ("bench: model.bft.gain=false and model.bft.reliability=false",),
     ),
     "fill": ((*MQAR, *set_("task.fill=randm")), ("task.fill='randm'", "did you mean 'random'?")),
     "depth 2": ((*NIAH, "--depths", "0,2"), ("evaluation.depths.1='2'",)),

@@ -2,7 +2,7 @@
 
 An ink and a mark an architecture, the same in every figure; dashed and hollow is the architecture alone, solid and
 filled its first add-on. Every seed is a mark and a line joins their medians. Where there are several architectures, one
-more panel shows their medians together.
+more panel shows their medians together. Thin grey is what rules without a model reach.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from decaybench.harness.drawing import (
     tokens_label,
     unit_axis,
 )
+from decaybench.harness.rule_lines import SAID, draw_rules
 from decaybench.models.registry import architectures
 from decaybench.results.comparison import comparable
 from decaybench.results.leaderboard import Row, differences, read_leaderboard
@@ -43,6 +44,7 @@ _MOST_COLUMNS = 4
 _WIDTH, _HEIGHT = 2.5, 1.95  # of a panel, inches
 _PAGE = 8.4  # inches: 900 pixels of a README, its letters as large as the page's
 _APART = 0.07  # octaves between the marks of two models
+_ROOM = 0.05  # octaves beside a length that an axis has for marks in any case
 _LOOKS: tuple[dict[str, Any], ...] = (
     {"linestyle": DASHED, "linewidth": 1.2, "markerfacecolor": "white"},
     {"linestyle": "-", "linewidth": 1.8},
@@ -75,17 +77,21 @@ def leaderboard_figure(lines: Sequence[Row]) -> Figure:
     looks = _looks(lines)
     asked = f"{lines[0].task} {variants[0]}" if len(variants) == 1 else lines[0].task
     height = _HEIGHT if columns > 1 else 1.4 * _HEIGHT
-    size = (min(max(5.6, _WIDTH * columns), _PAGE), height * rows * len(variants) + 1.4)
+    said = 1.6 if _rules(lines) else 1.4  # a line more
+    size = (min(max(5.6, _WIDTH * columns), _PAGE), height * rows * len(variants) + said)
     with style():
         figure, panels = make_panels(f"{asked}: accuracy by length", rows * columns * len(variants), columns, size)
         for number, variant in enumerate(variants):
             block = _block(panels[number * rows * columns :][: rows * columns], len(titles), columns)
             name_axes(block, columns, "length (tokens)" if variant == variants[-1] else "", "accuracy")
-            for panel, title in zip(block, titles, strict=True):
+            asked_alike = [row for row in lines if row.variant == variant]
+            for place, (panel, title) in enumerate(zip(block, titles, strict=True), start=1):
                 panel.set_title(title if len(variants) == 1 else f"{variant}: {title}")
-                here = [row for row in lines if row.variant == variant and title in (row.architecture, _TOGETHER)]
+                here = [row for row in asked_alike if title in (row.architecture, _TOGETHER)]
+                last_of_row = place % columns == 0 or place == len(block)
+                draw_rules(panel, _rules(asked_alike), named=last_of_row, apart_by=0.11 if columns > 1 else 0.055)
                 _draw_panel(panel, here, looks, seeds=title != _TOGETHER)
-        _length_axis(figure.axes, lines)
+        _length_axis(figure.axes, lines, _APART * (len(looks) - 1) / 2)
         legend_below(figure, list(_legend(looks)), 4, title=_caption(lines, int(13.5 * size[0])))
         thin(figure)
     return figure
@@ -125,8 +131,20 @@ def _draw_panel(panel: Axes, here: Sequence[Row], looks: dict[str, dict[str, Any
             panel.plot([at for at, _ in each], [value for _, value in each], **look)
 
 
-def _length_axis(panels: Sequence[Axes], lines: Sequence[Row]) -> None:
-    """Ticks at every length, in bold at the training length; the panels share their axes."""
+def _rules(lines: Sequence[Row]) -> dict[str, dict[int, float]]:
+    """What rules without a model reach, by name and length: on the most samples that a row was asked."""
+    found: dict[str, dict[int, float]] = {}
+    for point in sorted((point for row in lines for point in row.points.values()), key=lambda point: point.samples):
+        for name, value in point.references.items():
+            found.setdefault(name, {})[point.eval_length] = value
+    return found
+
+
+def _length_axis(panels: Sequence[Axes], lines: Sequence[Row], spread: float) -> None:
+    """Ticks at every length, in bold at the training length; the panels share their axes.
+
+    spread: octaves by which marks stand beside their length at most.
+    """
     ratios = {point.eval_length: point.ratio for row in lines for point in row.points.values()}
     trained = lines[0].train_length
     if trained is not None:
@@ -134,7 +152,8 @@ def _length_axis(panels: Sequence[Axes], lines: Sequence[Row]) -> None:
     labels = [
         tokens_label(length) + ("" if ratio is None else f"\n{ratio_label(ratio)}") for length, ratio in ratios.items()
     ]
-    log2_axis(panels[0], list(ratios), labels, min(ratios), max(ratios))
+    beyond = 2 ** max(0.0, spread - _ROOM)
+    log2_axis(panels[0], list(ratios), labels, min(ratios) / beyond, max(ratios) * beyond)
     for panel in panels:
         for length, label in zip(ratios, panel.get_xticklabels(), strict=False):  # none where another is below
             if length == trained:
@@ -162,7 +181,8 @@ def _caption(lines: Sequence[Row], width: int) -> str:
     told.append(_span([row.parameters for row in lines], "parameter"))
     if noise := lines[0].settings.get("training.label_noise"):  # the same in all lines of a figure
         told.append(f"trained with label noise {noise:g}")
-    said = [f"{shown}; {samples} a cell{depths}", bold + ", ".join(told), *_training(lines)]
+    rules = [f"{SAID}, on the same samples"] if any(point.references for point in points) else []
+    said = [f"{shown}; {samples} a cell{depths}", *rules, bold + ", ".join(told), *_training(lines)]
     return "\n".join(textwrap.fill(line, width) for line in said)
 
 

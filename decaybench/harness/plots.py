@@ -38,6 +38,7 @@ from decaybench.harness.drawing import (
     tokens_label,
     unit_axis,
 )
+from decaybench.harness.rule_lines import SAID, draw_levels, draw_rules
 from decaybench.results.record import CellResult, DistanceBin, Group, Record, groups, label_noise
 
 if TYPE_CHECKING:
@@ -67,8 +68,9 @@ def evaluation_figures(record: Record) -> dict[str, Figure]:
     """The figures that a record has data for, by name.
 
     accuracy-length-depth: a heat map a variant, of the cells with a depth. accuracy-length: a line a variant, depths
-    pooled. accuracy-distance: a panel a variant and a line an evaluation length, of the cells with distances; a point
-    is a share of questions, and its interval counts samples (`DistanceBin.share_interval`).
+    pooled, each in a panel of its own where rules without a model stand beside it. accuracy-distance: a panel a variant
+    and a line an evaluation length, of the cells with distances; a point is a share of questions, and its interval
+    counts samples (`DistanceBin.share_interval`).
     """
     figures = {}
     with style():
@@ -145,37 +147,52 @@ def _length_depth(record: Record) -> Figure:
 def _length(record: Record) -> Figure:
     found = groups(record)
     variants = _variants(record.cells)
+    ruled = any(group.references for group in found)  # a rule has a line a variant: each variant has its panel then
+    shown = [[variant] for variant in variants] if ruled else [variants]
+    columns = len(shown) if len(shown) <= 3 else 2
+    size = (6.4 if columns == 1 else 8.4, 2.8 * ceil(len(shown) / columns) + 1.0)
     over = ", mean over depths" if any("depth" in cell.coordinates for cell in record.cells) else ""
-    figure, (panel,) = make_panels(_title(record, variants, f"accuracy by length{over}"), 1, 1, (6.4, 3.8))
-    _length_axis(panel, record)
-    unit_axis(panel)
-    panel.set_xlabel("length (tokens)")
-    panel.set_ylabel("accuracy, 95 % interval")
+    title = f"accuracy by length{over}" + (f"; {SAID}" if ruled else "")
+    figure, panels = make_panels(_title(record, variants, title), len(shown), columns, size)
+    _length_axis(panels, record)
+    for panel, here in zip(panels, shown, strict=True):
+        unit_axis(panel)
+        if ruled:
+            name_panel(panel, here[0], variants, pad=17)  # above "training length"
+            _rules(panel, [group for group in found if group.variant == here[0]])
+        _length_lines(panel, [group for group in found if group.variant in here], variants)
+        mark_training_length(panel, record.train_length, record.longest_trained)
+    name_axes(panels, columns, "length (tokens)", "accuracy, 95 % interval")
+    thin(figure)
+    return figure
+
+
+def _length_lines(panel: Axes, found: Sequence[Group], variants: Sequence[str]) -> None:
+    """A line for each variant among the groups, named where there are several; variants: all of the figure."""
+    here = list(dict.fromkeys(group.variant for group in found))
     ends = []
-    for number, variant in enumerate(variants):
-        ink, marker = INKS[number % len(INKS)], MARKERS[number % len(MARKERS)]
+    for variant in here:
+        place = variants.index(variant)
+        ink, marker = INKS[place % len(INKS)], MARKERS[place % len(MARKERS)]
         points = sorted((group for group in found if group.variant == variant), key=lambda group: group.eval_length)
-        joined = len({group.eval_length for group in points}) == len(points)
         lengths = [group.eval_length for group in points]
+        joined = _is_curve(points)
         _intervals(panel, lengths, [group.interval for group in points], ink)
+        values = [group.value for group in points]
         panel.plot(
-            lengths,
-            [group.value for group in points],
-            color=ink,
-            marker=marker,
-            linestyle="-" if joined else "none",
-            label=variant,
-            zorder=3,
+            lengths, values, color=ink, marker=marker, linestyle="-" if joined else "none", label=variant, zorder=3
         )
         if joined:
             ends.append((points[-1].eval_length, points[-1].value, variant, ink))
         else:
             _name_points(panel, points)
-    if len(variants) > 1:
-        _name_lines(panel, ends, all_lines=len(ends) == len(variants))
-    mark_training_length(panel, record.train_length, record.longest_trained)
-    thin(figure)
-    return figure
+    if len(here) > 1:
+        _name_lines(panel, ends, all_lines=len(ends) == len(here))
+
+
+def _is_curve(points: Sequence[Group]) -> bool:
+    """Whether there is one point a length."""
+    return len({group.eval_length for group in points}) == len(points)
 
 
 def _distance(record: Record) -> Figure:
@@ -187,12 +204,14 @@ def _distance(record: Record) -> Figure:
     columns = len(variants) if len(variants) <= 3 else 2
     size = (6.4 if columns == 1 else 8.0, 2.4 * ceil(len(variants) / columns) + 1.4)
     at = f" at length {next(iter(lengths))}" if len(lengths) == 1 else ""
-    title = _title(record, variants, f"accuracy by distance{at}, 95 % intervals with samples as units")
+    ruled = f"; {SAID}, over all distances" if any(cell.references for cell in cells) else ""
+    title = _title(record, variants, f"accuracy by distance{at}, 95 % intervals with samples as units{ruled}")
     figure, panels = make_panels(title, len(variants), columns, size)
     inks = shades(len(lengths))
     for panel, variant in zip(panels, variants, strict=True):
         unit_axis(panel)
         name_panel(panel, variant, variants, pad=17)  # above "training length"
+        draw_levels(panel, _levels([cell for cell in cells if cell.variant == variant]))
         for ink, length in zip(inks, lengths, strict=True):
             bins = _pooled(cell for cell in cells if (cell.variant, cell.eval_length) == (variant, length))
             _distance_line(panel, bins, ink, f"length {lengths[length]}".replace("\n", ", "))
@@ -253,13 +272,16 @@ def _frame(panel: Axes, column: int, rows: int) -> None:
         label.set_fontweight("bold")
 
 
-def _length_axis(panel: Axes, record: Record) -> None:
-    ticks = _lengths(record.cells)
-    if record.train_length is not None:
-        ticks.setdefault(record.train_length, f"{tokens_label(record.train_length)}\n1x")
-    log2_axis(panel, list(ticks), list(ticks.values()), min(ticks), max(ticks))
-    if record.train_length is not None:
-        panel.get_xticklabels()[list(ticks).index(record.train_length)].set_fontweight("bold")
+def _length_axis(panels: Sequence[Axes], record: Record) -> None:
+    """Ticks at every length, in bold at the training length; the panels share their axes."""
+    ticks, trained = _lengths(record.cells), record.train_length
+    if trained is not None:
+        ticks.setdefault(trained, f"{tokens_label(trained)}\n1x")
+    log2_axis(panels[0], list(ticks), list(ticks.values()), min(ticks), max(ticks))
+    for panel in panels:
+        for length, label in zip(ticks, panel.get_xticklabels(), strict=False):  # none where another panel is below
+            if length == trained:
+                label.set_fontweight("bold")
 
 
 def _octave_axis(panel: Axes, cells: Iterable[CellResult], train_length: int | None) -> None:
@@ -269,6 +291,29 @@ def _octave_axis(panel: Axes, cells: Iterable[CellResult], train_length: int | N
     ticks = [2**power for power in range(int(log2(low)), int(log2(high)) + 1)]
     ticks = ticks[:: ceil(len(ticks) / 9)]
     log2_axis(panel, ticks, [tokens_label(tick) for tick in ticks], low, max(high, train_length or 1))
+
+
+def _rules(panel: Axes, points: Sequence[Group]) -> None:
+    """Lines over length of what rules reach; where a length has several points, their mean."""
+    found: dict[str, dict[int, list[tuple[int, float]]]] = {}
+    for group in points:
+        for name, value in group.references.items():
+            found.setdefault(name, {}).setdefault(group.eval_length, []).append((group.n, value))
+    draw_rules(panel, {name: {length: _mean(parts) for length, parts in at.items()} for name, at in found.items()})
+
+
+def _levels(cells: Sequence[CellResult]) -> dict[str, float]:
+    """What each rule reaches in these cells together, the mean over samples."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for cell in cells:
+        for name, value in (cell.references or {}).items():
+            found.setdefault(name, []).append((cell.n, value))
+    return {name: _mean(parts) for name, parts in found.items()}
+
+
+def _mean(parts: Sequence[tuple[int, float]]) -> float:
+    """Of values with their numbers of samples."""
+    return sum(n * value for n, value in parts) / sum(n for n, _ in parts)
 
 
 def _intervals(panel: Axes, x: Sequence[float], intervals: Sequence[tuple[float, float]], ink: Any) -> None:

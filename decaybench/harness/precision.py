@@ -13,11 +13,11 @@ from decaybench.core.hashing import without_absent
 from decaybench.core.names import unknown
 from decaybench.harness.config import RunConfig, evaluation_cells
 from decaybench.harness.environment import resolve_device
+from decaybench.harness.origin import model_of
 from decaybench.harness.precision_plots import draw_comparison, draw_run, remove_figures
 from decaybench.harness.precision_report import Comparison, RunTrace
 from decaybench.harness.precision_tally import trace_run
-from decaybench.harness.presets import run_config_of
-from decaybench.models.checkpoints import Checkpoint, find_checkpoint
+from decaybench.models.checkpoints import Checkpoint
 from decaybench.tasks.base import Cell
 from decaybench.tasks.registry import get_task, make_task
 
@@ -68,19 +68,27 @@ def trace_runs(
     where = resolve_device(device)
     opened = [_open(path) for path in paths]
     configs = [config for config, _ in opened]
+    names = _names(paths, configs, [_label_noise(*found) for found in opened])
     _check_names(paths, configs)
     cells = [_cells(config, lengths, variant) for config in configs]
     _check_alike(paths, configs, cells)
     return tuple(
-        trace_run(config, checkpoint.model(device=where), asked, samples, name)
-        for (config, checkpoint), asked, name in zip(opened, cells, _names(paths, configs), strict=True)
+        trace_run(
+            config,
+            checkpoint.model(device=where),
+            asked,
+            samples,
+            name,
+            label_noise=_label_noise(config, checkpoint),
+            longest_trained=checkpoint.longest_trained,
+        )
+        for (config, checkpoint), asked, name in zip(opened, cells, names, strict=True)
     )
 
 
 def _open(path: Path) -> tuple[RunConfig, Checkpoint]:
     """A run that has something to draw, and its newest checkpoint."""
-    checkpoint = find_checkpoint(path)
-    config = run_config_of(checkpoint)
+    checkpoint, config = model_of(path)
     if config is None:
         raise UserError(
             f"{path} is a checkpoint without its run, whose task and samples are needed: give a run's folder"
@@ -94,6 +102,12 @@ def _open(path: Path) -> tuple[RunConfig, Checkpoint]:
             f"bench {command} --model {config.model.name}{post} --bft"
         )
     return config, checkpoint
+
+
+def _label_noise(run: RunConfig, checkpoint: Checkpoint) -> float | None:
+    """The share of wrong training labels, as the checkpoint or the run that trained it states; None: neither does."""
+    said = run.training.label_noise if run.checkpoint is None else None
+    return checkpoint.label_noise or said
 
 
 def _check_names(paths: Sequence[Path], runs: Sequence[RunConfig]) -> None:
@@ -134,13 +148,15 @@ def _asked(run: RunConfig, cells: Sequence[Cell]) -> dict[str, Any]:
     }
 
 
-def _names(paths: Sequence[Path], runs: Sequence[RunConfig]) -> list[str]:
-    """The models' names; with the seed, or the run's hash where that isn't enough, to tell equal ones apart."""
-    cells = [run.model.cell for run in runs]
-    seeds = [f"{run.model.cell}, seed {run.seed}" for run in runs]
-    hashes = [
-        f"{run.model.cell}, {path.resolve().name.rpartition('-')[2]}" for path, run in zip(paths, runs, strict=True)
+def _names(paths: Sequence[Path], runs: Sequence[RunConfig], noises: Sequence[float | None]) -> list[str]:
+    """The models' names, and of what was trained on wrong labels; with the seed, or the run's hash where that isn't
+    enough, to tell equal ones apart.
+    """
+    cells = [
+        run.model.cell + (f", label noise {noise:g}" if noise else "") for run, noise in zip(runs, noises, strict=True)
     ]
+    seeds = [f"{cell}, seed {run.seed}" for cell, run in zip(cells, runs, strict=True)]
+    hashes = [f"{cell}, {path.resolve().name.rpartition('-')[2]}" for cell, path in zip(cells, paths, strict=True)]
     return [
         cell if cells.count(cell) == 1 else seed if seeds.count(seed) == 1 else by_hash
         for cell, seed, by_hash in zip(cells, seeds, hashes, strict=True)

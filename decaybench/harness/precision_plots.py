@@ -1,13 +1,14 @@
 """Figures of what BFT's filter, or a gate in its place, does; harness/precision_tally.py says whence the numbers.
 
 An ink a layer, a run, a head or a kind of token, with bars for intervals or quartiles; dashed is theory, or a gate
-beside a filter. Sources are blue, the darker the more reliable.
+beside a filter. Sources are circles from one map whose lightness is even, the darker the more reliable.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from math import ceil, floor, log2
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import numpy as np
 
 from decaybench.harness.drawing import (
     DASHED,
+    INK,
     INKS,
     MANY_INKS,
     MANY_MARKERS,
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from decaybench.harness.precision_report import HeadSize, LayerDetail, Quartiles, RunTrace
+    from decaybench.results.resampling import Estimate
 
 _MOST_LAYERS = 6
 _MOST_COLUMNS = 3
@@ -54,10 +57,14 @@ _PLACES = {ASKED: "where an answer is asked", ALL: "everywhere"}
 _KINDS = {TOKENS: "by what a token is", BOUND: "values, by who bound them"}
 _HEADS = dict(zip(("slowest head", "median head", "fastest head"), INKS, strict=False))
 _THEORY: dict[str, Any] = {"linestyle": DASHED, "linewidth": 1.2}
+_CAP: dict[str, Any] = {"linestyle": "none", "marker": "_", "markersize": 7, "markeredgewidth": 1.2, "gid": "interval"}
 _LIMIT: dict[str, Any] = {"linestyle": "none", "marker": "<", "markersize": 6, "markerfacecolor": "white"}
 _NO_DECAY: dict[str, Any] = {"color": MUTED, "linestyle": ":", "linewidth": 1}
 _FIGURES = ("gain", "precision", "gain-length", "sample-size")
 _HOLLOW: dict[str, Any] = {"linestyle": DASHED, "linewidth": 1.3, "markerfacecolor": "white"}
+_RELIABLE, _UNRELIABLE = 0.1, 0.8  # of viridis: neither nearly black nor too light for a page
+_UNLIKE_SOURCES = (INKS[1], INKS[3], INK, MANY_INKS[5])  # neither blue nor green
+_BESIDE = 0.3  # of the least distance of two lengths: how far the runs' bars stand apart in all
 
 
 def remove_figures(folder: Path) -> None:
@@ -97,7 +104,7 @@ def gain_figure(run: RunTrace) -> Figure:
             _size_axis(panels[columns], [size for layer in run.layers for size in _sizes(layer)])
             panels[columns].set_ylabel("sample size n")
         _position_axis(panels[0], run)
-        mark_training_length(panels[0], run.train_length, None)
+        mark_training_length(panels[0], run.train_length, run.longest_trained)
         panels[-columns].set_xlabel("position (tokens)")
         if columns > 1:
             _answer_axis(panels[-1], run)
@@ -135,11 +142,15 @@ def precision_figure(run: RunTrace) -> Figure:
 def gain_length_figure(runs: Sequence[RunTrace]) -> Figure:
     """Gain by length of the context, a line a run, where an answer is asked and everywhere; at most 3 layers.
 
-    At the right of a line: what a doubling of the context adds to its gain.
+    Bars are 95 % intervals; runs stand side by side. At the right of a line: what a doubling of the context adds to its
+    gain, in brackets where that may be nothing.
     """
     shown = evenly(range(min(len(run.layers) for run in runs)), _MOST_COLUMNS)
     columns = len(shown)
-    title = f"{runs[0].task} {runs[0].variant}: gain by length of the context; right: what a doubling adds"
+    title = (
+        f"{runs[0].task} {runs[0].variant}: gain by length of the context, 95 % intervals over samples; right: what a "
+        "doubling adds (in brackets: its interval holds 0)"
+    )
     with style():
         figure, panels = make_panels(title, 2 * columns, columns, (2.9 * columns + 1.2, 5.4))
         _length_axis(panels[0], runs)
@@ -184,7 +195,8 @@ def sample_size_figure(runs: Sequence[RunTrace]) -> Figure:
 
 
 def _asked(run: RunTrace) -> str:
-    return f"{run.name} on {run.task} {run.variant}"
+    name = f"{run.name}," if "," in run.name else run.name  # a seed or label noise is inserted
+    return f"{name} on {run.task} {run.variant}"
 
 
 def _layer_lines(panel: Axes, run: RunTrace, *, by_answer: bool, gain: bool) -> None:
@@ -248,7 +260,8 @@ def _answer_axis(panel: Axes, run: RunTrace) -> None:
 def _length_axis(panel: Axes, runs: Sequence[RunTrace]) -> None:
     lengths = [at.length for at in runs[0].lengths]
     labels = [f"{tokens_label(length)}\n{ratio_label(length / runs[0].train_length)}" for length in lengths]
-    log2_axis(panel, lengths, labels, min(lengths), max(lengths))
+    low, high = (_side_by_side(lengths, number, len(runs)) for number in (0, len(runs) - 1))
+    log2_axis(panel, lengths, labels, low[0], high[-1])
 
 
 def _length_lines(panel: Axes, runs: Sequence[RunTrace], place: str, layer: int) -> None:
@@ -256,20 +269,31 @@ def _length_lines(panel: Axes, runs: Sequence[RunTrace], place: str, layer: int)
     for number, run in enumerate(runs):
         ink, marker = MANY_INKS[number % len(MANY_INKS)], MANY_MARKERS[number % len(MANY_MARKERS)]
         estimates = [at.gain[place][layer] for at in run.lengths]
-        lengths = [at.length for at in run.lengths]
-        low, high = zip(*(estimate.interval for estimate in estimates), strict=True)
-        panel.vlines(lengths, low, high, color=ink, linewidth=1.5, alpha=0.5)
+        lengths = _side_by_side([at.length for at in run.lengths], number, len(runs))
         values = [estimate.value for estimate in estimates]
-        panel.plot(lengths, values, color=ink, marker=marker, label=run.name, **({} if run.carries else _HOLLOW))
-        ends.append((values[-1], _signed(run.slopes[place][layer].value), ink))
+        look: dict[str, Any] = {"linewidth": 1.4, "markersize": 4, **({} if run.carries else _HOLLOW)}
+        panel.plot(lengths, values, color=ink, marker=marker, label=run.name, **look)
+        low, high = zip(*(estimate.interval for estimate in estimates), strict=True)
+        panel.vlines(lengths, low, high, color=ink, linewidth=1.2, zorder=3)
+        for ends_of_bars in (low, high):  # wider than a mark, within which a short bar would not be seen
+            panel.plot(lengths, ends_of_bars, color=ink, zorder=3, **_CAP)
+        ends.append((values[-1], _slope(run.slopes[place][layer]), ink))
     heights = apart([value for value, _, _ in ends], 0.085)
     for (_, text, ink), height in zip(ends, heights, strict=True):
         beside(panel, (1, height), text, xycoords=("axes fraction", "data"), color=ink, size=8)
 
 
-def _signed(value: float) -> str:
-    shown = f"{value:+.3f}"
-    return shown if float(shown) else "0.000"
+def _side_by_side(lengths: Sequence[int], number: int, count: int) -> list[float]:
+    """Where the bars of one of `count` runs stand, about the lengths."""
+    gap = min(log2(high / low) for low, high in pairwise(lengths))
+    shift = _BESIDE * gap * (number - (count - 1) / 2) / count
+    return [length * 2**shift for length in lengths]
+
+
+def _slope(estimate: Estimate) -> str:
+    """With a sign, but 0; in brackets where the interval holds 0."""
+    shown = f"{estimate.value:+.3f}" if float(f"{estimate.value:.3f}") else "0.000"
+    return f"({shown})" if estimate.interval[0] <= 0 <= estimate.interval[1] else shown
 
 
 def _head_lines(panel: Axes, run: RunTrace, heads: Sequence[HeadSize]) -> None:
@@ -308,18 +332,25 @@ def _head_legend(runs: Sequence[RunTrace]) -> Iterator[Artist]:
 def _looks(names: Sequence[str], reliability: Mapping[str, float]) -> dict[str, dict[str, Any]]:
     """Ink and marker of each kind of token, the same in all panels; reliability: of those that are sources."""
     names = list(dict.fromkeys(names))
-    levels = sorted(set(reliability.values()))
-    blues = dict(zip(levels, shades(len(levels)), strict=True)) if levels else {}
+    levels = sorted(set(reliability.values()), reverse=True)
+    inks_of = dict(zip(levels, _ordered_inks(len(levels)), strict=True))
     alike: Counter[float] = Counter()
     looks: dict[str, dict[str, Any]] = {}
     for name, level in reliability.items():
-        looks[name] = {"color": blues[level], "marker": MANY_MARKERS[alike[level] % len(MANY_MARKERS)]}
+        looks[name] = {"color": inks_of[level], "marker": MANY_MARKERS[alike[level] % len(MANY_MARKERS)]}
         alike[level] += 1
-    skipped = 1 if reliability else 0  # blue is the sources'
-    inks, marks = MANY_INKS[skipped:], MANY_MARKERS[skipped:]
+    inks = _UNLIKE_SOURCES if reliability else MANY_INKS
+    marks = MANY_MARKERS[1:] if reliability else MANY_MARKERS  # the circle is the sources'
     for number, name in enumerate(name for name in names if name not in looks):
         looks[name] = {"color": inks[number % len(inks)], "marker": marks[number % len(marks)]}
     return looks
+
+
+def _ordered_inks(count: int) -> list[Any]:
+    """Inks from dark to light in even steps, for colour-blind eyes and in grey as well."""
+    from matplotlib import colormaps
+
+    return [colormaps["viridis"](at) for at in np.linspace(_RELIABLE, _UNRELIABLE, count)]
 
 
 def _precision_lines(panel: Axes, run: RunTrace, kind: str, looks: dict[str, dict[str, Any]]) -> None:
@@ -329,7 +360,7 @@ def _precision_lines(panel: Axes, run: RunTrace, kind: str, looks: dict[str, dic
     names = list(run.layers[0].precision[kind])
     for number, name in enumerate(names):
         spreads = [spread for layer in run.layers for spread in layer.precision[kind][name]]
-        shift = 0.16 * (number - (len(names) - 1) / 2) / max(len(names) - 1, 1)
+        shift = 0.3 * (number - (len(names) - 1) / 2) / max(len(names) - 1, 1)
         x = [step / 2 + shift for step in range(len(spreads))]
         _quartile_line(panel, x, spreads, name, looks[name])
     panel.set_yscale("log")

@@ -119,7 +119,8 @@ class SourceOrder:
 
     def __str__(self) -> str:
         sources = sorted(zip(self.reliability, self.precision, strict=True), reverse=True)
-        listed = ", ".join(f"{p:.3g} ({r:g})" for r, p in sources)
+        shown = zip(sources, _apart([precision for _, precision in sources]), strict=True)
+        listed = ", ".join(f"{text} for {r:g}" for (r, _), text in shown).replace(" for ", " for reliability ", 1)
         differences = [p - q for (r, p), (s, q) in combinations(sources, 2) if r > s]
         if not differences:
             said = "sources of one reliability have no order"
@@ -136,11 +137,12 @@ class SourceOrder:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """What a run's model does. name: how figures call it. slopes: what a doubling of the context adds to the gain, an
-    estimate a layer by place; empty with one length. bins: the bins of positions, first and last. answers: where
-    answers lie, as `depth` (0..1) or `distance` (an octave's lower end), and how many questions are asked about each.
-    tau: lambda of the embedding by class of token ids; empty where none is learned. reliability: of each source of
-    mqar-noisy, by the class of its token; empty for other tasks.
+    """What a run's model does. name: how figures call it. longest_trained: the longest sequence trained on, tokens;
+    label_noise: the share of wrong training labels; both None where none is known. slopes: what a doubling of the
+    context adds to the gain, an estimate a layer by place; empty with one length. bins: the bins of positions, first
+    and last. answers: where answers lie, as `depth` (0..1) or `distance` (an octave's lower end), and how many
+    questions are asked about each. tau: lambda of the embedding by class of token ids; empty where none is learned.
+    reliability: of each source of mqar-noisy, by the class of its token; empty for other tasks.
     """
 
     name: str
@@ -149,6 +151,8 @@ class RunTrace:
     task: str
     variant: str
     train_length: int
+    longest_trained: int | None
+    label_noise: float | None
     lengths: tuple[AtLength, ...]
     slopes: dict[str, tuple[Estimate, ...]]
     bins: tuple[tuple[int, int], ...]
@@ -165,6 +169,11 @@ class RunTrace:
         return self.lengths[0].sample_size is not None
 
     @property
+    def fell_short(self) -> bool:
+        """Whether training ended before a sequence of the training length."""
+        return self.longest_trained is not None and self.longest_trained < self.train_length
+
+    @property
     def centres(self) -> tuple[float, ...]:
         """The bins' geometric middles, positions."""
         return tuple(sqrt(first * last) for first, last in self.bins)
@@ -175,6 +184,7 @@ class RunTrace:
         tau = {name: spread.plain() for name, spread in self.tau.items()}
         return {
             **{name: getattr(self, name) for name in names},
+            **_without_none(longest_trained=self.longest_trained, label_noise=self.label_noise),
             "unit": "tokens",
             "layers": [self._plain_layer(layer) for layer in range(len(self.layers))],
             **({"tau": tau} if tau else {}),
@@ -224,31 +234,56 @@ class Comparison:
         return [f"{run.name}: {order}" if several else str(order) for run in self.runs for order in run.sources]
 
     def __rich__(self) -> Table:
-        """A row a run and layer: the gain where answers are asked, what a doubling adds, and sample sizes."""
+        """A row a run and layer: the gain where answers are asked, what a doubling adds, and sample sizes.
+
+        What none of the runs has is no column: slopes with one length, sample sizes of gates.
+        """
         from rich.table import Table
 
-        run = self.runs[0]
-        table = Table(
-            title=f"{run.task} {run.variant}: gain and sample size n where an answer is asked, 95 % intervals"
-        )
+        first = self.runs[0]
+        sized, sloped = any(run.carries for run in self.runs), bool(first.slopes)
+        what = "gain and sample size n" if sized else "gain"
+        title = f"{first.task} {first.variant}: {what} where an answer is asked"
+        table = Table(title=title, title_justify="left", caption=self._caption(), caption_justify="left")
         table.add_column("model", overflow="fold")
-        ratios = [f"{at.length / run.train_length:g}x" for at in run.lengths]
         table.add_column("layer", justify="right")
-        for title in (
-            *(f"gain\n{ratio}" for ratio in ratios),
-            "asked:\na doubling adds",
-            "everywhere:\na doubling adds",
-        ):
-            table.add_column(title, justify="right", no_wrap=True)
-        for ratio in ratios:
-            table.add_column(f"n\n{ratio}", justify="right", no_wrap=True)
+        ratios = [f"{at.length / first.train_length:g}x" for at in first.lengths]
+        headings = [f"gain\n{ratio}" for ratio in ratios]
+        headings += ["a doubling adds,\nwhere asked", "a doubling adds,\neverywhere"] if sloped else []
+        headings += [f"n\n{ratio}" for ratio in ratios] if sized else []
+        for heading in headings:
+            table.add_column(heading, justify="right", no_wrap=True)
         for run in self.runs:
             for layer in range(len(run.layers)):
-                gains = [f"{at.gain[ASKED][layer].value:.3f}" for at in run.lengths]
-                slopes = [_signed(run.slopes[place][layer]) if run.slopes else "" for place in (ASKED, ALL)]
+                row = [f"{at.gain[ASKED][layer].value:.3f}" for at in run.lengths]
+                row += [_signed(run.slopes[place][layer]) for place in (ASKED, ALL)] if sloped else []
                 sizes = [f"{at.sample_size[ASKED][layer].value:.3g}" if at.sample_size else "" for at in run.lengths]
-                table.add_row(run.name if layer == 0 else "", str(layer), *gains, *slopes, *sizes)
+                table.add_row(run.name if layer == 0 else "", str(layer), *row, *(sizes if sized else []))
         return table
+
+    def _caption(self) -> str:
+        """What the numbers are, and what training fell short of."""
+        first = self.runs[0]
+        counts = sorted({at.samples for run in self.runs for at in run.lengths})
+        samples = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+        said = [f"means over {samples} samples a length"]
+        if first.slopes:
+            said.append("in brackets: 95 % intervals over samples")
+        said.append(f"1x: {first.train_length} tokens, the training length")
+        short = {run.name: run.longest_trained for run in self.runs if run.fell_short}
+        if short:
+            listed = ", ".join(f"{name} ({longest})" for name, longest in short.items())
+            said.append(f"trained on shorter sequences only: {listed}")
+        return "; ".join(said)
+
+
+def _apart(values: Sequence[float]) -> list[str]:
+    """Numbers to three digits, or as many as it takes to see which is larger, at most the 9 of a float32."""
+    for digits in range(3, 10):
+        shown = [f"{value:.{digits}g}" for value in values]
+        if len(set(shown)) == len(set(values)):
+            break
+    return shown
 
 
 def _plain_length(at: AtLength, layer: int) -> dict[str, Any]:
@@ -277,4 +312,11 @@ def _without_none(**values: Any) -> dict[str, Any]:
 
 
 def _signed(estimate: Estimate) -> str:
-    return f"{estimate.value:+.4f} [{estimate.interval[0]:+.4f}, {estimate.interval[1]:+.4f}]"
+    value, low, high = (_change(number) for number in (estimate.value, *estimate.interval))
+    return f"{value} [{low}, {high}]"
+
+
+def _change(number: float) -> str:
+    """With a sign, but what rounds to 0."""
+    shown = f"{number:+.4f}"
+    return shown if float(shown) else "0.0000"

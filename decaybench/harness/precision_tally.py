@@ -46,9 +46,19 @@ Float64 = NDArray[np.float64]
 
 
 def trace_run(
-    config: RunConfig, model: LanguageModel, cells: Sequence[Cell], samples: int, name: str | None = None
+    config: RunConfig,
+    model: LanguageModel,
+    cells: Sequence[Cell],
+    samples: int,
+    name: str | None = None,
+    *,
+    label_noise: float | None = None,
+    longest_trained: int | None = None,
 ) -> RunTrace:
-    """Trace a model in evaluation mode on `samples` of the task's own test samples a length, spread over its cells."""
+    """Trace a model in evaluation mode on `samples` of the task's own test samples a length, spread over its cells.
+
+    name, label_noise, longest_trained: see RunTrace.
+    """
     task = make_task(config.task)
     by_length: dict[int, list[Cell]] = defaultdict(list)
     for cell in cells:
@@ -72,6 +82,8 @@ def trace_run(
         task=task.name,
         variant=cells[0].variant,
         train_length=config.task.train_length,
+        longest_trained=longest_trained,
+        label_noise=label_noise,
         lengths=tuple(tally.at_length() for tally in tallies),
         slopes={place: _slopes(tallies, place) for place in (ASKED, ALL)} if len(tallies) > 1 else {},
         bins=tuple(position_bins(last.length)),

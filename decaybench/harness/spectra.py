@@ -15,9 +15,8 @@ import torch
 
 from decaybench.core.errors import UserError
 from decaybench.core.files import atomic_write_json
+from decaybench.harness.origin import model_of
 from decaybench.harness.plots import draw_timescales
-from decaybench.harness.presets import run_config_of
-from decaybench.models.checkpoints import find_checkpoint
 from decaybench.models.language_model import LanguageModel, build_model
 from decaybench.results.record import LayerSpectrum, SpectrumAt, SpectrumInfo
 
@@ -111,9 +110,9 @@ def spectrum(path: str | Path) -> Spectrum:
 
     Raises UserError where there is no checkpoint, or where the model has no decays.
     """
-    checkpoint = find_checkpoint(Path(path))
-    run = run_config_of(checkpoint)
-    train_length = run.task.train_length if run else checkpoint.train_length
+    checkpoint, run = model_of(Path(path))
+    trained_here = run is not None and run.checkpoint is None
+    train_length = run.task.train_length if run and trained_here else checkpoint.train_length
     found = model_spectrum(checkpoint.model(), int(checkpoint.facts["seed"]), train_length)
     if not found.layers:
         raise UserError(f"{found.cell} has no decays, so no spectrum")

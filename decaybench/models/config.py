@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, SerializeAsAny, model_validator
 
 from decaybench.core.config import Config, parse
+from decaybench.core.errors import UserError
 from decaybench.core.names import unknown
 from decaybench.models.addons import ADDONS
 from decaybench.models.addons.bft import BftConfig
@@ -52,17 +55,22 @@ class ModelConfig(Config):
             for name, addon in ADDONS.items():
                 if data.get(name) is not None and name not in architecture.addons:
                     raise ValueError(addon.refusal.format(name=architecture.name))
+                if not isinstance(data.get(name), Mapping | Config | None):
+                    raise UserError(
+                        f"model.{name}={json.dumps(data[name], default=str)[:40]}: it takes options "
+                        f"(model.{name}.KEY=VALUE, {{}} for the usual ones), or null for none"
+                    )
         return data
 
     @model_validator(mode="after")
     def _switches_it_has(self) -> ModelConfig:
         """A switch that would do nothing is refused: it would make another cell of the same model."""
         if self.bft is not None and self.bft.jacobian is not None and self.ffn is None:
-            raise ValueError(f"bft.jacobian={self.bft.jacobian} is of an FFN, and this model has none: J = 0")
+            raise UserError(f"{self.bft.said('jacobian')} is of an FFN, and this model has none: J = 0")
         if self.bft is not None and self.n_layers == 1:
             for name in ("jacobian", "process_noise", "initial_noise"):
                 if getattr(self.bft, name) != BftConfig.model_fields[name].default:
-                    raise ValueError(f"bft.{name} is for the layers above, and n_layers=1 has none")
+                    raise UserError(f"{self.bft.said(name)} is for the layers above, and model.n_layers=1 has none")
         architecture, post = get_architecture(self.name), self.post
         if post is None:
             return self

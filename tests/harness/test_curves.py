@@ -21,6 +21,7 @@ from decaybench.results.comparison import comparable
 from decaybench.results.leaderboard import add_record
 from decaybench.results.record import Record
 from tests.results.board import T, measured, seeds
+from tests.results.example import cell
 
 MAMBA = {64: (0.9, 0.7, 0.8), 128: (0.5, 0.1, 0.6)}
 POST = {64: (1.0, 0.9, 0.95), 128: (0.7, 0.75, 0.65)}
@@ -216,6 +217,65 @@ def test_the_caption_says_what_was_trained_on_wrong_labels() -> None:
     noisy = [measured(name, 0, {T: 0.5}, training__config={"label_noise": 0.4}) for name in ("mamba2", "gla")]
     assert "trained with label noise 0.4" in caption(figure_of(noisy))
     assert "noise" not in caption(figure_of([measured("mamba2", 0, {T: 0.5})]))
+
+
+RULES = {"bayes": 0.89, "majority": 0.82, "last": 0.7}
+
+
+def ruled(model: str, samples: int, best: dict[int, float], variant: str = "capacity") -> Record:
+    """A record with rules without a model, of which `bayes` reaches `best` by length."""
+    cells = [
+        cell(length, [1] * samples, [2] * samples, variant=variant, by_distance=[], references={**RULES, "bayes": b})
+        | {"name": f"{variant}-length{length}"}
+        for length, b in best.items()
+    ]
+    return measured(model, 0, {T: 0.5}, cells=cells, task__data_hash=str(samples) * 64)
+
+
+def rules(panel: Axes) -> dict[str, list[tuple[float, float]]]:
+    lines = [one for one in panel.lines if str(one.get_gid()).startswith("rule ")]
+    return {str(one.get_gid()).removeprefix("rule "): [(x, y) for x, y in one.get_xydata()] for one in lines}
+
+
+def test_what_rules_reach_stands_in_grey_behind_the_models() -> None:
+    """On the most samples that any model was asked."""
+    records = [ruled("mamba2", 4, {64: 0.9, 128: 0.88}), ruled("gla+bft", 2, {64: 1.0, 128: 0.75, 256: 0.8})]
+    figure = figure_of(records)
+    for panel in figure.axes:
+        assert rules(panel)["bayes"] == [(64, 0.9), (128, 0.88), (256, 0.8)]
+        assert rules(panel)["last"] == [(64, 0.7), (128, 0.7), (256, 0.7)]
+        lines = {str(one.get_gid()): one for one in panel.lines}
+        models = [one for one in panel.lines if not str(one.get_gid()).startswith("rule ")]
+        for name in RULES:
+            grey = lines[f"rule {name}"]
+            assert len(set(to_rgb(grey.get_color()))) == 1, "no ink of a model's"
+            assert all(grey.get_zorder() < one.get_zorder() for one in models)
+            assert all(grey.get_linewidth() < one.get_linewidth() for one in models)
+    names = [[text.get_text() for text in panel.texts] for panel in figure.axes]
+    assert names == [[], [], list(RULES)], "once a row"
+    heights = sorted(text.get_window_extent().y0 for text in figure.axes[-1].texts)
+    assert min(np.diff(heights)) >= figure.axes[-1].texts[0].get_window_extent().height * 0.8
+    assert "grey: rules without a model, on the same samples" in caption(figure)
+    assert "grey" not in caption(figure_of([measured("mamba2", 0, {T: 0.5})]))
+
+
+def test_each_variant_has_its_own_rules() -> None:
+    records = [ruled("mamba2", 4, {64: 0.9, 128: 0.8}), ruled("mamba2", 4, {64: 0.7, 128: 0.6}, "persist")]
+    cells = [one.plain() for record in records for one in record.cells]
+    found = panels(figure_of([measured("mamba2", 0, {T: 0.5}, cells=cells)]))
+    assert {title: rules(panel)["bayes"] for title, panel in found.items()} == {
+        "capacity: mamba2": [(64, 0.9), (128, 0.8)],
+        "persist: mamba2": [(64, 0.7), (128, 0.6)],
+    }
+
+
+def test_no_mark_stands_on_an_axis() -> None:
+    """Four models side by side, of which the outer ones are drawn before and after their length."""
+    names = ("", "+post", "+bft", "+post+bft")
+    (panel,) = figure_of([record for name in names for record in seeds("mamba2" + name, MAMBA)]).axes
+    inside = panel.get_window_extent()
+    at = [panel.transData.transform((x, 0.5))[0] for group in marks(panel) for x, _ in group]
+    assert inside.x0 + 4 < min(at) and max(at) < inside.x1 - 4
 
 
 def test_seeds_and_samples_that_differ_are_a_range() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from matplotlib import rcParams
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
 from decaybench.core.errors import RunError
@@ -215,6 +215,68 @@ def test_lines_over_length_are_the_pooled_values_with_their_intervals() -> None:
     assert panel.get_legend() is None
 
 
+RULES = {"bayes": 0.9, "majority": 0.8, "last": 0.75}
+
+
+def with_rules(found: dict[str, Any], bayes: float = 0.9) -> dict[str, Any]:
+    return {**found, "references": {**RULES, "bayes": bayes}}
+
+
+def rules(panel: Axes) -> dict[str, list[tuple[float, float]]]:
+    lines = [line for line in panel.lines if str(line.get_gid()).startswith("rule ")]
+    return {str(line.get_gid()).removeprefix("rule "): [(x, y) for x, y in line.get_xydata()] for line in lines}
+
+
+def test_rules_without_a_model_are_grey_lines_over_length_in_a_panel_a_variant() -> None:
+    made = record(
+        [
+            with_rules(one("capacity", 128, 6), 0.85),
+            with_rules(one("capacity", 64, 9), 0.95),
+            with_rules(one("persist", 64, 9)),
+        ]
+    )
+    figure = evaluation_figures(made)["accuracy-length"]
+    capacity, persist = panels(figure)
+    assert [panel.get_title(loc="left") for panel in (capacity, persist)] == ["capacity", "persist"]
+    assert named(capacity) == {"capacity": [(64, 0.9), (128, 0.6)]} and named(persist) == {"persist": [(64, 0.9)]}
+    assert rules(capacity) == {
+        "bayes": [(64, 0.95), (128, 0.85)],
+        "majority": [(64, 0.8), (128, 0.8)],
+        "last": [(64, 0.75), (128, 0.75)],
+    }
+    assert rules(persist) == {name: [(64, value)] for name, value in RULES.items()}
+    for panel in (capacity, persist):
+        (model,) = [line for line in panel.lines if line.get_label() in ("capacity", "persist")]
+        for line in panel.lines:
+            if str(line.get_gid()).startswith("rule "):
+                assert line.get_zorder() < model.get_zorder() and line.get_linewidth() < model.get_linewidth()
+                assert len(set(to_rgb(line.get_color()))) == 1, "grey"
+        assert [text for text in texts(panel) if text in RULES] == list(RULES)
+        assert marked(panel) == [T]
+        assert [label.get_fontweight() for label in panel.get_xticklabels()] == ["bold", "normal"]
+    assert all(line.get_marker() == "_" for line in persist.lines if str(line.get_gid()).startswith("rule "))
+    assert "grey: rules without a model" in figure.get_suptitle()
+    lay_out(figure)
+
+
+def test_rules_over_distance_are_their_mean_over_all_samples() -> None:
+    found = [with_rules(with_bins(64, {4: (10, 10)}), 1.0), with_rules(with_bins(128, {4: (5, 30)}), 0.8)]
+    figure = evaluation_figures(record(found))["accuracy-distance"]
+    (panel,) = panels(figure)
+    heights = {name: [y for _, y in points] for name, points in rules(panel).items()}
+    assert heights["bayes"] == pytest.approx([0.85, 0.85]), "10 samples of 1.0 and 30 of 0.8"
+    assert heights["last"] == pytest.approx([0.75, 0.75])
+    assert "grey: rules without a model, over all distances" in " ".join(figure.get_suptitle().split())
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["length 64, 1x", "length 128, 2x"]
+
+
+def test_a_record_without_rules_is_drawn_as_before() -> None:
+    for figure in evaluation_figures(grid(("single", "multikey"))).values():
+        assert "rules" not in figure.get_suptitle()
+        assert all(not rules(panel) for panel in panels(figure))
+
+
 def test_a_title_says_what_was_trained_on_wrong_labels() -> None:
     found = {**content(), "training": {**content()["training"], "config": {"label_noise": 0.4}}}
     for drawn in evaluation_figures(seal(found)).values():
@@ -381,8 +443,9 @@ ODD = {
 @pytest.mark.parametrize("name", ODD)
 def test_odd_records_are_drawn(name: str) -> None:
     for trained in (True, False):
-        for figure in evaluation_figures(record(ODD[name], trained)).values():
-            lay_out(figure)
+        for cells in (ODD[name], [with_rules(one) for one in ODD[name]]):
+            for figure in evaluation_figures(record(cells, trained)).values():
+                lay_out(figure)
 
 
 @pytest.mark.parametrize("name", ["lengths close together", "61 depths"])

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from decaybench.core.errors import UserError
 from decaybench.harness import precision
+from decaybench.harness import run as harness_run
 from decaybench.harness.config import RunConfig, make_config
 from decaybench.harness.precision import draw_precision, trace_runs
 from decaybench.harness.precision_plots import gain_figure, gain_length_figure, precision_figure, sample_size_figure
@@ -25,6 +27,7 @@ from decaybench.harness.precision_report import ALL, ASKED, BOUND, TOKENS, Compa
 from decaybench.harness.precision_tally import position_bins, trace_run
 from decaybench.models.checkpoints import find_checkpoint, write_checkpoint
 from decaybench.models.language_model import LanguageModel, build_model
+from decaybench.results.resampling import Estimate
 from decaybench.results.run_folder import RunFolder
 from decaybench.tasks.registry import make_task
 from tests.command import bench
@@ -47,6 +50,7 @@ def made(
     *,
     task: dict[str, Any] | None = None,
     evaluation: dict[str, Any] | None = None,
+    training: dict[str, Any] | None = None,
     noise: float = 0.3,
     seed: int = 0,
     **settings: Any,
@@ -56,6 +60,7 @@ def made(
         {
             "task": MQAR if task is None else task,
             "model": {"name": name, "d_model": 16, "mixer": SIZES[name], "bft": bft, **settings},
+            "training": training or {},
             "evaluation": evaluation,
             "seed": seed,
             "out": str(folder),
@@ -91,10 +96,12 @@ def test_bins_hold_every_position_once_and_end_at_powers_of_two(length: int) -> 
 
 def test_an_order_is_said_in_words() -> None:
     ordered = SourceOrder("tau", (0.4, 0.95, 0.6), (0.5, 2.0, 1.0))
-    assert str(ordered) == "tau: 2 (0.95), 1 (0.6), 0.5 (0.4): ordered by reliability (Kendall +1.00, Spearman +1.00)"
+    listed = "tau: 2 for reliability 0.95, 1 for 0.6, 0.5 for 0.4"
+    assert str(ordered) == f"{listed}: ordered by reliability (Kendall +1.00, Spearman +1.00)"
     assert "not ordered" in str(SourceOrder("tau", (0.4, 0.95, 0.6), (0.5, 2.0, 0.1)))
     assert "the other way round (Kendall -1.00" in str(SourceOrder("tau", (0.4, 0.95, 0.6), (2.0, 0.1, 1.0)))
-    assert str(SourceOrder("tau", (0.4, 0.95), (1.0, 1.0))) == "tau: 1 (0.95), 1 (0.4): not ordered by reliability"
+    alike = SourceOrder("tau", (0.4, 0.95), (1.0, 1.0))
+    assert str(alike) == "tau: 1 for reliability 0.95, 1 for 0.4: not ordered by reliability"
     assert "of one reliability have no order" in str(SourceOrder("tau", (0.6, 0.6), (2.0, 1.0)))
 
 
@@ -103,10 +110,27 @@ def test_sources_of_one_reliability_may_come_in_any_order() -> None:
     reliability = (0.6, 0.95, 0.6, 0.4)
     ordered = SourceOrder("tau", reliability, (1.0, 3.0, 2.0, 0.5))
     assert ordered.kendall == pytest.approx(5 / math.sqrt(30))
-    assert "): ordered by reliability (Kendall +0.91" in str(ordered)
+    assert ": ordered by reliability (Kendall +0.91" in str(ordered)
     assert "other way round (Kendall -0.91" in str(SourceOrder("tau", reliability, (2.0, 0.5, 1.0, 3.0)))
     for values in ((1.0, 1.5, 2.0, 0.5), (1.0, 3.0, 2.0, 1.0)):
-        assert "): not ordered by reliability" in str(SourceOrder("tau", reliability, values))
+        assert ": not ordered by reliability" in str(SourceOrder("tau", reliability, values))
+
+
+@pytest.mark.parametrize("step", [1e-1, 1e-3, 1e-5, 1e-7])
+def test_precisions_have_as_many_digits_as_it_takes_to_read_their_order(step: float) -> None:
+    """After a few steps of training taus differ from 1 in the fifth digit."""
+    values = tuple(1 - step * k for k in (1, 3, 0, 2))
+    said = str(SourceOrder("tau", (0.8, 0.4, 0.95, 0.6), values))
+    numbers = [float(part.split(" for ")[0]) for part in said.split(": ")[1].split(", ")]
+    assert numbers == sorted(numbers, reverse=True) and len(set(numbers)) == 4
+    assert numbers == pytest.approx([1 - step * k for k in range(4)], abs=step / 2)
+    assert ": ordered by reliability" in said
+
+
+def test_no_more_digits_than_that_and_no_end_of_them_for_equal_ones() -> None:
+    assert "0.681 for reliability 0.95, 0.8 for 0.8" in str(SourceOrder("tau", (0.95, 0.8), (0.68123, 0.80001)))
+    assert "1.23 for reliability 0.95, 1.23 for 0.8" in str(SourceOrder("tau", (0.95, 0.8), (1.23456, 1.23456)))
+    assert "1 for reliability 0.95, 1 for 0.8" in str(SourceOrder("tau", (0.95, 0.8), (1.0, 1.0 + 1e-15)))
 
 
 def test_gains_and_sample_sizes_are_the_means_of_the_tasks_own_samples(tmp_path: Path) -> None:
@@ -314,10 +338,22 @@ def test_sources_are_ordered_by_tau_and_by_the_values_that_they_bound(tmp_path: 
     assert "before layer 1" in bound.what
     by_class, by_source, _ = precision_figure(run).axes
     assert list(named(by_source)) == [f"source {reliability:g}" for reliability in first.reliability]
-    light = {str(line.get_label()): sum(to_rgb(line.get_color())) for line in by_source.lines}
-    assert light["source 0.95"] < light["source 0.6"] < light["source 0.4"], "the darker the more reliable"
+    lines = {str(line.get_label()): line for line in by_class.lines if str(line.get_label()) in named(by_class)}
+    light = {name: _lightness(line.get_color()) for name, line in lines.items()}
+    assert all(light[str(line.get_label())] == _lightness(line.get_color()) for line in by_source.lines[::2])
+    steps = [light["source 0.6"] - light["source 0.95"], light["source 0.4"] - light["source 0.6"]]
+    assert min(steps) > 20 and max(steps) < 1.3 * min(steps), "the darker the more reliable, in even steps"
+    assert light["source 0.4"] < 80, "seen on white"
+    circles = [name for name, line in lines.items() if line.get_marker() == "o"]
+    assert set(circles) == set(named(by_source)), "in grey marks tell the others apart"
     highest = max(moments[1].high for detail in run.layers for moments in detail.precision[BOUND].values())
     assert by_class.get_ylim() == by_source.get_ylim() and by_source.get_ylim()[1] > highest, "no bar is cut"
+
+
+def _lightness(ink: Any) -> float:
+    """L* of CIE Lab, which is what is left in grey: 0 is black, 100 white."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(ink)]
+    return float(116 * np.cbrt(np.dot(linear, (0.2126, 0.7152, 0.0722))) - 16)
 
 
 def test_a_slope_is_the_least_squares_line_through_the_means(tmp_path: Path) -> None:
@@ -386,12 +422,21 @@ def test_figures_hold_the_numbers_of_the_file(tmp_path: Path) -> None:
     for panel, (place, layer) in zip(figure.axes, [(p, n) for p in ("asked", "all") for n in (0, 1)], strict=True):
         lines = named(panel)
         assert list(lines) == [run["name"] for run in kept]
-        for run in kept:
-            points = [(at["length"], at[place]["gain"]["value"]) for at in run["layers"][layer]["lengths"]]
-            assert lines[run["name"]] == points
-        shown = [float(text.get_text()) for text in panel.texts]
-        slopes = [run["layers"][layer]["gain_by_doubling"][place]["value"] for run in kept]
-        assert shown == pytest.approx(slopes, abs=5.01e-4)
+        bars = [collection.get_segments() for collection in panel.collections]  # type: ignore[attr-defined]
+        for number, run in enumerate(kept):
+            gains = [at[place]["gain"] for at in run["layers"][layer]["lengths"]]
+            assert [y for _, y in lines[run["name"]]] == [gain["value"] for gain in gains]
+            places = [math.log2(x) for x, _ in lines[run["name"]]]
+            shifts = np.subtract(places, [math.log2(at["length"]) for at in run["layers"][layer]["lengths"]]).tolist()
+            assert shifts == pytest.approx([0.1 * (number - 1)] * 3), "side by side"
+            for (x, _), gain, bar in zip(lines[run["name"]], gains, bars[number], strict=True):
+                assert bar.tolist() == [[x, gain["interval"][0]], [x, gain["interval"][1]]]
+        slopes = [run["layers"][layer]["gain_by_doubling"][place] for run in kept]
+        shown = [text.get_text() for text in panel.texts]
+        assert [float(text.strip("()")) for text in shown] == pytest.approx([s["value"] for s in slopes], abs=5.01e-4)
+        nothing = [s["interval"][0] <= 0 <= s["interval"][1] for s in slopes]
+        assert [text.startswith("(") for text in shown] == nothing
+    assert "95 % intervals over samples" in " ".join(figure.get_suptitle().split())
 
     figure = gain_figure(runs[0])
     (gains, _, sizes, _) = figure.axes
@@ -529,6 +574,24 @@ def test_runs_that_are_asked_different_samples_are_not_drawn_together(tmp_path: 
                 traced(listed, other, samples=2)
 
 
+def test_a_run_that_only_evaluated_is_traced_on_what_it_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness_run, "_draw", lambda record, spectrum, folder: None)
+    path, _, model = made(tmp_path, bft={}, training={"label_noise": 0.2})
+    facts = {"train_length": T, "longest_trained": T, "label_noise": 0.2}
+    write_checkpoint(path / "checkpoint" / "step-00000002", model, 0, facts, {})
+    words = ("--eval-lengths", "1x", "--samples", "2", "--variants", "persist", "--set", "evaluation.seed=7")
+    assert bench("mqar", "--checkpoint", str(path), "--out", str(tmp_path / "more"), *words).code == 0
+    (other,) = (tmp_path / "more").iterdir()
+    (asked,) = traced(other, samples=2, lengths=["1x"])
+    (trained,) = traced(path, samples=2, lengths=["1x"])
+    assert (asked.variant, trained.variant) == ("persist", "capacity")
+    assert asked.name == trained.name == "mamba2+bft, label noise 0.2"
+    assert (asked.label_noise, asked.longest_trained, asked.train_length) == (0.2, T, T)
+    assert asked.tau == trained.tau, "the same weights"
+    with pytest.raises(UserError, match="variant is persist in "):
+        traced(path, other, samples=2)
+
+
 def test_a_checkpoint_without_its_run_has_no_samples(tmp_path: Path) -> None:
     path, *_ = made(tmp_path, bft={})
     moved = tmp_path / "elsewhere"
@@ -538,21 +601,70 @@ def test_a_checkpoint_without_its_run_has_no_samples(tmp_path: Path) -> None:
 
 
 def test_the_table_names_models_layers_and_slopes(tmp_path: Path) -> None:
-    from rich.console import Console
-
     path, *_ = made(tmp_path, bft={})
     gate, *_ = made(tmp_path, bft={"control": "sigmoid_gate"})
     found = Comparison(tmp_path, traced(path, gate, samples=3))
-    console = Console(width=160, record=True, file=io.StringIO())
-    console.print(found)
-    text = console.export_text()
+    text = printed(found)
     for run in found.runs:
         for layer in (0, 1):
             slope = run.slopes[ASKED][layer]
             row = f"{slope.value:+.4f} [{slope.interval[0]:+.4f}, {slope.interval[1]:+.4f}]"
             assert row in text
+    nothing = {ASKED: (Estimate(-3e-6, (-2e-4, 4e-5)),) * 2, ALL: (Estimate(0.01, (-0.01, 0.02)),) * 2}
+    text_of_nothing = printed(Comparison(tmp_path, (replace(found.runs[0], slopes=nothing),)))
+    assert "0.0000 [-0.0002, 0.0000] │ +0.0100 [-0.0100, +0.0200]" in text_of_nothing, "0 has no sign"
     assert text.count("mamba2+bft") == 1 and "mamba2+sigmoid-gate" in text
     assert found.lines() == []
+    assert "mqar capacity: gain and sample size n where an answer is asked" in text
+    assert "means over 3 samples a length; in brackets: 95 % intervals over samples; 1x: 32 tokens" in text
+
+
+def printed(found: Comparison) -> str:
+    from rich.console import Console
+
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(found)
+    return console.export_text()
+
+
+def test_what_no_run_has_is_no_column(tmp_path: Path) -> None:
+    path, *_ = made(tmp_path, bft={})
+    gate, *_ = made(tmp_path, bft={"control": "sigmoid_gate"})
+    for paths, lengths, slopes, sizes in (
+        ([path, gate], ["1x", "2x"], True, True),
+        ([gate], ["1x", "2x"], True, False),
+        ([path], ["2x"], False, True),
+        ([gate], ["2x"], False, False),
+    ):
+        text = printed(Comparison(tmp_path, traced(*paths, samples=2, lengths=lengths)))
+        assert ("a doubling adds" in text, "intervals" in text) == (slopes, slopes)
+        assert ("sample size" in text, " n " in text) == (sizes, sizes)
+        assert any(line.startswith("│") for line in text.splitlines())
+        columns = [set(column) for column in zip(*(line.split("│")[1:-1] for line in _rows(text)), strict=True)]
+        assert all(any(entry.strip() for entry in column) for column in columns), "no empty column"
+
+
+def _rows(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("│")]
+
+
+def test_what_was_trained_on_wrong_labels_or_on_short_sequences_is_said(tmp_path: Path) -> None:
+    usual, *_ = made(tmp_path, bft={})
+    noisy, _, model = made(tmp_path, bft={}, training={"label_noise": 0.4})
+    write_checkpoint(noisy / "checkpoint" / "step-00000002", model, 0, {"label_noise": 0.4, "longest_trained": 8}, {})
+    runs = traced(usual, noisy, samples=2, lengths=["1x", "2x"])
+    assert [run.name for run in runs] == ["mamba2+bft", "mamba2+bft, label noise 0.4"]
+    assert [(run.label_noise, run.longest_trained) for run in runs] == [(None, None), (0.4, 8)]
+    text = " ".join(printed(Comparison(tmp_path, runs)).split())
+    assert "│ mamba2+bft, label noise 0.4 │" in text
+    assert "trained on shorter sequences only: mamba2+bft, label noise 0.4 (8)" in text
+    assert "shorter" not in printed(Comparison(tmp_path, runs[:1]))
+    titles = [gain_figure(run).get_suptitle().split(":")[0] for run in runs]
+    assert titles == ["mamba2+bft on mqar capacity", "mamba2+bft, label noise 0.4, on mqar capacity"]
+    marks = [[text.get_text() for text in gain_figure(run).axes[0].texts] for run in runs]
+    assert marks == [["training length"], ["training length (8 reached)"]]
+    for run, kept in zip(runs, Comparison(tmp_path, runs).plain()["runs"], strict=True):
+        assert (kept.get("label_noise"), kept.get("longest_trained")) == (run.label_noise, run.longest_trained)
 
 
 def test_the_command_prints_a_table_and_the_order_of_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -697,37 +697,48 @@ def test_the_name_says_what_differs(settings, cell):
     [
         (
             {"bft": {"control": "scalar_gate", "nu0": 2}},
-            "control=scalar_gate stands in the place of BFT: nu0 would change nothing",
+            r"^model\.bft\.control=scalar_gate stands in the place of BFT: model\.bft\.nu0=2 would change nothing",
         ),
         (
             {"bft": {"precision": "frozen", "tau_rate": 2}},
-            "precision=frozen carries none: tau_rate=2.0 would change nothing",
+            r"^model\.bft\.precision=frozen carries none: model\.bft\.tau_rate=2 would change nothing",
         ),
         (
             {"ffn": {}, "bft": {"precision": "frozen", "jacobian": "none"}},
-            "precision=frozen carries none: jacobian=none would change nothing",
+            r"^model\.bft\.precision=frozen carries none: model\.bft\.jacobian=none would change nothing",
         ),
         (
             {"bft": {"precision": "frozen", "process_noise": False}},
-            "precision=frozen carries none: process_noise=False would change nothing",
+            r"^model\.bft\.precision=frozen carries none: model\.bft\.process_noise=false would change nothing",
         ),
         (
             {"bft": {"precision": "frozen", "reliability": False}},
-            "precision=frozen carries none: reliability=False would change nothing",
+            r"^model\.bft\.precision=frozen carries none: model\.bft\.reliability=false would change nothing",
         ),
         (
             {"bft": {"precision": "frozen", "initial_noise": 0.3}},
-            "precision=frozen carries none: initial_noise=0.3 would change nothing",
+            r"^model\.bft\.precision=frozen carries none: model\.bft\.initial_noise=0\.3 would change nothing",
         ),
         (
             {"bft": {"process_noise": False, "initial_noise": 0.3}},
-            "process_noise=false: initial_noise=0.3 would change nothing",
+            r"^model\.bft\.process_noise=false: model\.bft\.initial_noise=0\.3 would change nothing",
         ),
         (
             {"bft": {"gain": False, "reliability": False}},
-            "gain=false and reliability=false: the precision would be carried and change nothing",
+            r"^model\.bft\.gain=false and model\.bft\.reliability=false: the precision would be carried and change",
         ),
-        ({"bft": {"jacobian": "none"}}, "bft.jacobian=none is of an FFN, and this model has none: J = 0"),
+        (
+            {"bft": {"precision": "frozen", "gain": False, "units": "stream"}},
+            r"^model\.bft\.precision=frozen and model\.bft\.gain=false weigh nothing: model\.bft\.units=stream would",
+        ),
+        ({"bft": {"jacobian": "none"}}, r"^model\.bft\.jacobian=none is of an FFN, and this model has none: J = 0"),
+        (
+            {"n_layers": 1, "bft": {"process_noise": False}},
+            r"^model\.bft\.process_noise=false is for the layers above, and model\.n_layers=1 has none",
+        ),
+        ({"bft": {"gain": {"x": 1}}}, r"^model\.bft\.gain takes one value, neither a mapping nor a list$"),
+        ({"bft": {"control": ["none"]}}, r"^model\.bft\.control takes one value"),
+        ({"bft": True}, r"^model\.bft=true: it takes options \(model\.bft\.KEY=VALUE"),
         ({"bft": {"nu0": 0}}, "bft.nu0=0: input should be greater than 0"),
         ({"bft": {"tau_rate": 0}}, "bft.tau_rate=0: input should be greater than 0"),
         ({"bft": {"precison": "mlp"}}, "unknown key 'bft.precison' .*did you mean 'precision'"),
@@ -736,8 +747,9 @@ def test_the_name_says_what_differs(settings, cell):
     ],
 )
 def test_switches_that_change_nothing_and_wrong_ones_are_refused(settings, said):
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=said) as error:
         parse(ModelConfig, settings)
+    assert "{'" not in str(error.value), "no dict of Python's"
 
 
 def test_a_mixer_that_shows_no_heads_is_refused(monkeypatch):

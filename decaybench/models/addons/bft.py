@@ -25,15 +25,17 @@ What the paper's summary states and what is our reconstruction of it: docs/bft.m
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decaybench.core.config import Config
+from decaybench.core.errors import UserError
 from decaybench.models.addons.gates import GateResidual
 from decaybench.models.branch import Context, LayerTrace, Mixer, Observer, Place
 from decaybench.models.mixers.parts import inverse_softplus
@@ -45,6 +47,7 @@ from decaybench.models.ops.read_variance import read_variance
 from decaybench.models.ops.softmax_attention import kriging_attention, softmax_attention
 from decaybench.models.residual import Residual, Stream
 
+_KEY = "model.bft"  # where a run's configuration has it
 _FAINTEST = 1e-9  # write strength: its square times the smallest precision's is still a float32
 _TINY = 1e-30
 _LOUDEST = 1e30  # observation: its product with K is a number still
@@ -86,29 +89,31 @@ class BftConfig(Config):
         "arXiv 2505.06708",
     )
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _one_value(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, Mapping | list):
+            raise UserError(f"{_KEY}.{info.field_name} takes one value, neither a mapping nor a list")
+        return value
+
     @model_validator(mode="after")
     def _consistent(self) -> BftConfig:
-        changed = [name for name in BftConfig.model_fields if name != "control" and self._differs(name)]
-        if self.control != "none" and changed:
-            raise ValueError(f"control={self.control} stands in the place of BFT: {changed[0]} would change nothing")
-        if self.precision == "frozen":
-            for name in ("tau_rate", "reliability", "jacobian", "process_noise", "initial_noise"):
-                if self._differs(name):
-                    raise ValueError(
-                        f"precision=frozen carries none: {name}={getattr(self, name)} would change nothing"
-                    )
-            for name in ("units", "observation", "nu0"):
-                if not self.gain and self._differs(name):
-                    value = getattr(self, name)
-                    raise ValueError(f"precision=frozen, gain=false weigh nothing: {name}={value} would change nothing")
+        """A switch that would do nothing is refused: it would make another cell of the same model."""
+        if self.control != "none":
+            others = [name for name in BftConfig.model_fields if name != "control"]
+            self._refuse(others, f"{self.said('control')} stands in the place of BFT")
+        elif self.precision == "frozen":
+            moot = ("tau_rate", "reliability", "jacobian", "process_noise", "initial_noise")
+            self._refuse(moot, f"{self.said('precision')} carries none")
+            if not self.gain:
+                both = f"{self.said('precision')} and {self.said('gain')}"
+                self._refuse(("units", "observation", "nu0"), f"{both} weigh nothing")
         elif not (self.gain or self.reliability):
-            raise ValueError("gain=false and reliability=false: the precision would be carried and change nothing")
-        if not self.process_noise and self._differs("initial_noise"):
-            raise ValueError(f"process_noise=false: initial_noise={self.initial_noise:g} would change nothing")
+            both = f"{self.said('gain')} and {self.said('reliability')}"
+            raise UserError(f"{both}: the precision would be carried and change nothing")
+        if not self.process_noise:
+            self._refuse(["initial_noise"], self.said("process_noise"))
         return self
-
-    def _differs(self, name: str) -> bool:
-        return bool(getattr(self, name) != BftConfig.model_fields[name].default)
 
     @property
     def name(self) -> str:
@@ -133,6 +138,21 @@ class BftConfig(Config):
     def carries(self) -> bool:
         """Whether a precision is carried through the layers."""
         return self.control == "none"
+
+    def said(self, name: str) -> str:
+        """An option as --set takes it: model.bft.gain=false."""
+        value = getattr(self, name)
+        shown = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
+        return f"{_KEY}.{name}={shown}"
+
+    def _refuse(self, moot: Iterable[str], why: str) -> None:
+        """Raises UserError on the first of these options that isn't at its default."""
+        for name in moot:
+            if self._differs(name):
+                raise UserError(f"{why}: {self.said(name)} would change nothing")
+
+    def _differs(self, name: str) -> bool:
+        return bool(getattr(self, name) != BftConfig.model_fields[name].default)
 
 
 @dataclass(frozen=True)
