@@ -136,13 +136,38 @@ class SourceOrder:
 
 
 @dataclass(frozen=True)
+class TauEffect:
+    """What becomes of the accuracy when some tokens' tau are made equal (harness/tau_effect.py).
+
+    what: `sources` or `tokens`, all of them. length: tokens; accuracy: as learned, 0..1; difference: made equal, minus
+    as learned.
+    """
+
+    what: str
+    length: int
+    samples: int
+    accuracy: float
+    difference: Estimate
+
+    def plain(self) -> dict[str, Any]:
+        """JSON-able."""
+        found = {name: getattr(self, name) for name in ("what", "length", "samples", "accuracy")}
+        return {**found, "difference": self.difference.plain()}
+
+    def __str__(self) -> str:
+        change = "no answer changes" if self.difference.interval == (0.0, 0.0) else _signed(self.difference)
+        return f"all {self.what}' tau made equal: accuracy {self.accuracy:.3f} at {self.length} tokens, then {change}"
+
+
+@dataclass(frozen=True)
 class RunTrace:
     """What a run's model does. name: how figures call it. longest_trained: the longest sequence trained on, tokens;
     label_noise: the share of wrong training labels; both None where none is known. slopes: what a doubling of the
     context adds to the gain, an estimate a layer by place; empty with one length. bins: the bins of positions, first
     and last. answers: where answers lie, as `depth` (0..1) or `distance` (an octave's lower end), and how many
     questions are asked about each. tau: lambda of the embedding by class of token ids; empty where none is learned.
-    reliability: of each source of mqar-noisy, by the class of its token; empty for other tasks.
+    reliability: of each source of mqar-noisy, by the class of its token; empty for other tasks. tau_effects: what its
+    differences do; empty where tau isn't a token's own.
     """
 
     name: str
@@ -162,6 +187,7 @@ class RunTrace:
     tau: dict[str, Quartiles]
     reliability: dict[str, float]
     sources: tuple[SourceOrder, ...]
+    tau_effects: tuple[TauEffect, ...] = ()
 
     @property
     def carries(self) -> bool:
@@ -189,6 +215,7 @@ class RunTrace:
             "layers": [self._plain_layer(layer) for layer in range(len(self.layers))],
             **({"tau": tau} if tau else {}),
             **({"sources": [order.plain() for order in self.sources]} if self.sources else {}),
+            **({"tau_effects": [effect.plain() for effect in self.tau_effects]} if self.tau_effects else {}),
         }
 
     def _plain_layer(self, layer: int) -> dict[str, Any]:
@@ -229,9 +256,10 @@ class Comparison:
         return {"runs": [run.plain() for run in self.runs]}
 
     def lines(self) -> list[str]:
-        """What a table can't hold: for each run whether it orders the sources."""
+        """What a table can't hold: for each run whether it orders the sources, and whether tau matters."""
         several = len(self.runs) > 1
-        return [f"{run.name}: {order}" if several else str(order) for run in self.runs for order in run.sources]
+        found = [(run.name, said) for run in self.runs for said in (*run.sources, *run.tau_effects)]
+        return [f"{name}: {said}" if several else str(said) for name, said in found]
 
     def __rich__(self) -> Table:
         """A row a run and layer: the gain where answers are asked, what a doubling adds, and sample sizes.

@@ -33,6 +33,7 @@ from decaybench.harness.precision_report import (
     SourceOrder,
 )
 from decaybench.harness.sample_size import limit_of, sample_sizes
+from decaybench.harness.tau_effect import tau_effects
 from decaybench.harness.training import matmul_dtype
 from decaybench.models.branch import LayerTrace
 from decaybench.models.language_model import LanguageModel
@@ -93,6 +94,7 @@ def trace_run(
         tau={kind: Quartiles.of(tau[ids.start : ids.stop]) for kind, ids in task.token_classes().items() if tau.size},
         reliability=dict(zip(_source_classes(task), reliabilities, strict=True)),
         sources=tuple(_source_orders(task, tau, layers)),
+        tau_effects=tau_effects(config, model, by_length[min(by_length)][0], samples),
     )
 
 

@@ -47,8 +47,8 @@ _SMOKE_MODELS = {name: models.preset("smoke", name) for name in models.PRESETS["
 _SMOKE_OTHERS: dict[str, Any] = {"d_model": 64, "n_layers": 2}
 # The best of 4e-3, 1e-2 and 2e-2 on samples of their own (docs/architectures.md).
 _MQAR_RATES: dict[str, tuple[float, ...]] = {"mamba2": (2e-2,), "rwkv7": (4e-3,), "retnet": (2e-2,), "*": (1e-2,)}
-# The best of the same for mamba2 (one seed) and attention (two: at 1e-2 one never left the curriculum, at 4e-3 both were
-# slow); the others weren't tried.
+# The best of the same for mamba2 (one seed) and attention (two: at 1e-2 one never left the curriculum, at 4e-3 both
+# were slow); the others weren't tried.
 _NOISY_RATES: dict[str, tuple[float, ...]] = {"attention": (2e-2,), "*": (1e-2,)}
 _NIAH_RATES: dict[str, tuple[float, ...]] = {
     "rwkv7": (4e-3,),
