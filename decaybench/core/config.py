@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -60,7 +62,7 @@ def explain(error: ValidationError, kind: type[BaseModel], where: str = "") -> s
         known = _known_keys(kind, path[:-1])
         hint = nearest(path[-1], known) if path else None
         tail = f"did you mean {hint!r}?" if hint else f"known: {', '.join(sorted(known)) or 'none'}"
-        return f"unknown key {key!r} (value {first['input']!r}); {tail}{rest}"
+        return f"unknown key {key!r} (value {_short(first['input'])}); {tail}{rest}"
     if first["type"] == "missing":
         return f"{key} is missing{rest}"
     message = first["msg"].removeprefix("Value error, ")
@@ -169,5 +171,10 @@ def _expected(text: str) -> list[str]:
 
 
 def _short(value: Any) -> str:
+    """A value as it is typed in YAML, a text in quotes."""
     text = repr(value)
+    if value is None or isinstance(value, bool | dict | list | tuple):
+        with contextlib.suppress(yaml.YAMLError):
+            plain = list(value) if isinstance(value, tuple) else value
+            text = yaml.safe_dump(plain, default_flow_style=True, width=math.inf).removesuffix("\n...\n").strip()
     return text if len(text) <= 60 else text[:57] + "..."
