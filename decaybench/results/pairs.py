@@ -49,8 +49,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A model against its base. loss: the difference of the final training losses, nats; None: trained elsewhere.
+    """A model against its base. where: settings by which it differs from others of these names; empty: there are none.
 
+    loss: the difference of the final training losses, nats; None: trained elsewhere.
     speed: training tokens/s as a multiple of the base's, the geometric mean over seeds; None where device or threads
     differ. parameters, state: as multiples of the base's.
     """
@@ -58,6 +59,7 @@ class Comparison:
     task: str
     base: str
     other: str
+    where: dict[str, Any]
     seeds: tuple[int, ...]
     lines: tuple[Line, ...]
     loss: Difference | None
@@ -84,6 +86,7 @@ class Comparison:
             "task": self.task,
             "base": self.base,
             "other": self.other,
+            "where": self.where,
             "seeds": list(self.seeds),
             "lines": lines,
             "final_loss": None if self.loss is None else self.loss.plain(),
@@ -162,11 +165,12 @@ def compare(records: Iterable[Record], parts: Sequence[str], base: str | None = 
     experiments = _experiments(records, parts)
     notes: list[str] = []
     found = []
-    for first, second in _pairs(experiments, parts, base, notes):
+    pairs = list(_pairs(experiments, parts, base, notes))
+    for first, second in pairs:
         seeds = sorted(first.records.keys() & second.records.keys())
         if not seeds:
             notes.append(f"{second.cell} and {first.cell} have no seed in common")
-        elif one := _compared(first, second, seeds):
+        elif one := _compared(first, second, seeds, _told_apart(first, second, pairs)):
             found.append(one)
         else:
             notes.append(f"{second.cell} and {first.cell} were asked nothing in common")
@@ -208,7 +212,18 @@ def _pairs(
         yield from ((first, second) for first in alike)
 
 
-def _compared(first: _Experiment, second: _Experiment, seeds: Sequence[int]) -> Comparison | None:
+def _told_apart(
+    first: _Experiment, second: _Experiment, pairs: Sequence[tuple[_Experiment, _Experiment]]
+) -> dict[str, Any]:
+    """The settings, add-ons apart, by which a pair differs from others of the same names."""
+    alike = [one.rest for one, other in pairs if (one.cell, other.cell) == (first.cell, second.cell)]
+    keys = {key: None for rest in alike for key in rest}
+    return {key: first.rest.get(key) for key in keys if any(rest.get(key) != first.rest.get(key) for rest in alike)}
+
+
+def _compared(
+    first: _Experiment, second: _Experiment, seeds: Sequence[int], where: dict[str, Any]
+) -> Comparison | None:
     by_seed = [(first.cells(seed), second.cells(seed)) for seed in seeds]
     common = [name for name in by_seed[0][0] if all(name in one and name in other for one, other in by_seed)]
     by_line: dict[tuple[str, str], list[str]] = {}
@@ -237,6 +252,7 @@ def _compared(first: _Experiment, second: _Experiment, seeds: Sequence[int]) -> 
         task=f"{one.task.name} v{one.task.version}",
         base=first.cell,
         other=second.cell,
+        where=where,
         seeds=tuple(seeds),
         lines=tuple(lines),
         loss=_loss(pairs, seeds),
@@ -358,9 +374,10 @@ def _table(one: Comparison, *, distance: bool) -> Table:
 
     verdicts = [line.difference.verdict for line in one.lines]
     few = "too few seeds" in verdicts
+    where = [f"{key}={short(value)}" for key, value in one.where.items()]
     seeds = f"seeds {', '.join(map(str, one.seeds))}" + (": too few to show anything" if few else "")
     table = Table(
-        title=f"{one.task}: {one.other} against {one.base}; {seeds}",
+        title="; ".join([f"{one.task}: {one.other} against {one.base}", *where, seeds]),
         title_justify="left",
         caption=_others(one),
         caption_justify="left",

@@ -116,6 +116,22 @@ def test_another_learning_rate_is_no_addon() -> None:
     assert found.notes == ("mamba2+post left out: training.learning_rate is 0.02, not 0.01 (against mamba2)",)
 
 
+def test_pairs_of_the_same_names_are_told_apart() -> None:
+    shares = {64: (0.5, 0.6, 0.9)}
+    records = [
+        record
+        for noise in (None, 0.4)
+        for name in ("mamba2", "mamba2+post")
+        for record in runs(name, shares, training__config={"learning_rate": 0.01, "label_noise": noise})
+    ]
+    found = compare([*records, *runs("mamba2+bft", shares, training__config={"learning_rate": 0.01})], PARTS).found
+    assert {(one.other, tuple(one.where.items())) for one in found} == {
+        ("mamba2+post", (("training.label_noise", None),)),
+        ("mamba2+post", (("training.label_noise", 0.4),)),
+        ("mamba2+bft", ()),
+    }
+
+
 def test_refusals_say_why() -> None:
     shares = {64: (0.5, 0.6, 0.9)}
     assert "a model with an add-on and the same without; here are mamba2" in refusal(runs("mamba2", shares))
