@@ -19,6 +19,7 @@ from decaybench.core.errors import RunError, UserError
 from decaybench.harness.addons import ADDONS
 
 if TYPE_CHECKING:
+    from decaybench.harness.prepared import Prepared
     from decaybench.harness.run import Outcome
 
 app = typer.Typer(
@@ -33,6 +34,8 @@ board = typer.Typer(
     no_args_is_help=True, help="Keep records in a file that others can check: add, validate, show, draw."
 )
 app.add_typer(board, name="leaderboard")
+text_data = typer.Typer(no_args_is_help=True, help="Text for language models: into token shards, and what is in them.")
+app.add_typer(text_data, name="data")
 
 
 def _whole(text: str) -> int:
@@ -528,6 +531,71 @@ def board_draw(
     asked = None if variants is None else [part.strip() for part in variants.split(",")]
     for path in draw_leaderboard(file, out, task=task, variants=asked, where=where or ()):
         _print(f"drawn: {path}")
+
+
+@text_data.command("prepare")
+def data_prepare(
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            help="Text files (.txt, .md, .jsonl, .parquet), folders of them, or data sets of the hub "
+            "(hf://NAME:CONFIG:SPLIT).",
+            metavar="PATH...",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the token shards.", show_default=False)],
+    tokenizer: Annotated[
+        str, typer.Option(help="bytes, a tokenizer.json or its folder, or an RWKV vocabulary file.")
+    ] = "bytes",
+    validation: Annotated[
+        float, typer.Option(help="Share kept apart for validation.", parser=_number, metavar="<share>")
+    ] = 0.1,
+    by: Annotated[str, typer.Option(help="What falls into validation as a whole: document or file.")] = "document",
+    split_on: Annotated[
+        str | None,
+        typer.Option(
+            help="What stands between the documents of a text file: blank-lines, lines, or any text (\\n: a line end).",
+            show_default="a file is one document",
+        ),
+    ] = None,
+    field: Annotated[str, typer.Option(help="The documents' field in JSON lines, and column in Parquet.")] = "text",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse broken rows, bytes that aren't UTF-8 and empty files.")
+    ] = False,
+    workers: Annotated[int | None, typer.Option(help="Processes.", show_default="one a core", **_WHOLE)] = None,
+    force: Annotated[bool, typer.Option("--force", help="Delete the shards where they exist, and start anew.")] = False,
+    json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
+) -> None:
+    """Text into token shards, in parallel; stopped at any moment, the same command goes on to the same bytes."""
+    from decaybench.harness.prepare import Wish, prepare
+    from decaybench.harness.progress import Progress
+
+    wish = Wish(paths, out, tokenizer, validation, by, split_on, field, strict, workers)
+    _show_prepared(prepare(wish, force=force, progress=Progress(quiet=quiet)), json)
+
+
+@text_data.command("show")
+def data_show(
+    folder: Annotated[Path, typer.Argument(help="A folder of token shards.", metavar="DIR")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read all of it, and check every hash.")] = False,
+    json: Json = False,
+) -> None:
+    """What a folder of token shards holds: documents, tokens and bytes of each split, and what was odd in the text."""
+    from decaybench.harness.prepared import look_at
+
+    _show_prepared(look_at(folder, verify), json)
+
+
+def _show_prepared(found: Prepared, json: bool) -> None:
+    from decaybench.core.files import readable_json
+
+    if json:
+        _write(readable_json(found.plain()))
+        return
+    _print(found)
+    for note in found.notes():
+        _print(note)
 
 
 def main() -> None:

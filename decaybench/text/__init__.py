@@ -1,0 +1,1 @@
+"""Text for language models: tokenizers, documents from files, and token shards."""
