@@ -12,7 +12,7 @@ from decaybench.core.positions import Layout
 from decaybench.models.addons.bft import BftConfig, KalmanObserver, KalmanResidual
 from decaybench.models.branch import Context, Place
 from decaybench.models.module import LayerNorm, RMSNorm, initialise
-from decaybench.models.ops.kalman_update import kalman_update
+from decaybench.models.ops.kalman_update import kalman_predict, kalman_update, mean_precision
 from decaybench.models.residual import Stream
 from tests.models.small import largest
 
@@ -241,6 +241,87 @@ def test_gradients_of_the_update_are_autograds_also_where_the_variance_is_cut():
     assert 10 < int(cut.sum()) < 790
     for ours, theirs in zip(*gradients, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def agree(found, wanted, given, seed=5):
+    """Two functions with their gradients, of a random mixture of all that comes out."""
+    results = []
+    for function in (found, wanted):
+        x = [part.detach().clone().requires_grad_() for part in given]
+        outputs = function(*x)
+        mixture = sum((draw(*y.shape, seed=seed + n) * y).sum() for n, y in enumerate(outputs))
+        results.append([*outputs, *torch.autograd.grad(mixture, x)])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+    return results[0]
+
+
+def test_an_observation_in_the_units_of_what_is_observed():
+    """Some of it nothing at all, and some variances cut."""
+    given = leaves((50, 3, 4))
+    with torch.no_grad():
+        given[1].pow_(6).clamp_(2 * LEAST, MOST / 2)
+        given[3].pow_(6)
+        given[2][:, 0] *= 1e-6
+        given[1][:2], given[2][:2], given[3][0], given[3][1] = 2.0, 0.0, 1e-3, 1e3
+
+    def plain(h, P, e, R):
+        R = (R / e.square().mean(-1, keepdim=True).clamp(min=1e-30)).clamp(max=1e30)
+        return h + e / (1 + R / P), (1 / (1 / P + 1 / R)).clamp(LEAST, MOST)
+
+    found = agree(lambda *x: kalman_update(*x, relative=True)[:2], plain, given)
+    assert 10 < int(((found[1] == LEAST) | (found[1] == MOST)).sum()) < 590
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_an_update_whose_variance_nobody_reads(relative):
+    """The last layer's: the gradient of what it doesn't hand on is none, which is 0."""
+    h, P, e, R = leaves()
+    ours = torch.autograd.grad(kalman_update(h, P, e, R, relative=relative)[0].sum(), (h, P, e, R))
+    new, after, _ = kalman_update(h, P, e, R, relative=relative)
+    for one, other in zip(ours, torch.autograd.grad(new.sum() + 0 * after.sum(), (h, P, e, R)), strict=True):
+        assert largest(one, other) < 1e-14
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_the_prediction_is_its_formula(moves, noisy):
+    """With autograd's gradients, also where it is cut."""
+    given = [draw(100, 3, 4, seed=1).mul(3).exp()] + [draw(100, 3, 4, seed=2)] * moves + [draw(4, seed=3).exp()] * noisy
+
+    def split(P, *rest):
+        return P, rest[0] if moves else None, rest[-1] if noisy else None
+
+    def plain(*x):
+        P, J, Q = split(*x)
+        after = P if J is None else (1 + J) ** 2 * P
+        return [(after if Q is None else after + Q).clamp(LEAST, MOST)]
+
+    found = agree(lambda *x: [kalman_predict(*split(*x))], plain, given)
+    assert (found[0] == MOST).any()
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_the_mean_precision_is_its_formula(alike):
+    """Also of variances that are one number a token, never written out."""
+    P = draw(2, 3, 1 if alike else 4, seed=1).exp()
+    agree(lambda P: [mean_precision(P.expand(2, 3, 4))], lambda P: [(1 / P.expand(2, 3, 4)).mean(-1)], [P])
+
+
+def test_a_step_keeps_what_it_is_given_and_no_more():
+    """For its gradient: P, e and R, and P again for what is observed and predicted with."""
+    h, P, e, R = leaves((2, 300, 4))
+    kept = {}
+
+    def keep(part):
+        kept[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+        return part
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda part: part):
+        mean_precision(P)
+        _, after, _ = kalman_update(h, P, e, R, relative=True)
+        kalman_predict(after, None, None)
+    assert sum(kept.values()) == 4 * h.nbytes  # P, e, R and P' itself
 
 
 def test_gradients_of_a_whole_step_are_finite_differences():

@@ -13,6 +13,7 @@ from decaybench.models.addons.bft import BftConfig, KalmanObserver
 from decaybench.models.addons.post import PostConfig, make_spectrum
 from decaybench.models.branch import Context, Observer
 from decaybench.models.module import LayerNorm, initialise
+from decaybench.models.ops import pieces
 from decaybench.models.ops.read_variance import read_variance
 from decaybench.models.ops.softmax_attention import softmax_attention
 from tests.models import small
@@ -284,13 +285,45 @@ def test_with_a_static_decay_the_sample_size_saturates_at_twice_the_timescale(ta
 def test_gradients_of_the_read_variance_are_finite_differences(size, scale):
     shape = 1, 3, 2, 4
     m, ratio = draw(*shape, seed=1), draw(*shape, seed=2).exp()  # below 1, s2 is 0, as after rounding
-    x = [torch.cat([m, m**2 * ratio], -1), draw(*shape[:3], seed=3).exp(), draw(*shape[:3], seed=4).exp()]
+    x = [m, m**2 * ratio, draw(*shape[:3], seed=3).exp(), draw(*shape[:3], seed=4).exp()]
     x += [draw(*shape[:3], seed=5).exp()] * size + [draw(*shape, seed=6)] * scale
 
-    def op(means, a, b, *rest):
-        return read_variance(means, a, b, rest[0] if size else None, rest[-1] if scale else None)
+    def op(mean, square, a, b, *rest):
+        return read_variance(mean, square, a, b, rest[0] if size else None, rest[-1] if scale else None)
 
     assert torch.autograd.gradcheck(op, [part.clone().requires_grad_() for part in x])
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 100])
+@pytest.mark.parametrize("size", [False, True])
+@pytest.mark.parametrize("scale", [False, True])
+def test_the_read_variance_is_its_formula_however_many_tokens_at_a_time(size, scale, tokens, monkeypatch):
+    """With autograd's gradients."""
+    shape = 2, 5, 3, 4
+    monkeypatch.setattr(pieces, "_CACHED", tokens * 3 * 4)
+    m, ratio = draw(*shape, seed=1), draw(*shape, seed=2).exp()
+    x = [m, m**2 * ratio, *(draw(*shape[:3], seed=n).exp() for n in (3, 4, 5)), draw(*shape, seed=6)]
+
+    def formula(m, q, a, b, s, c):
+        def mean(x):
+            return x.mean(-1, keepdim=True)
+
+        s2 = (q - m**2).clamp(min=0)
+        y = a[..., None] * s2 + b[..., None] * mean(q)
+        y = y * s[..., None] / (mean(m**2) + mean(y)) if size else y
+        return y * c**2 if scale else y
+
+    def op(m, q, a, b, s, c):
+        return read_variance(m, q, a, b, s if size else None, c if scale else None)
+
+    results = []
+    for function in (formula, op):
+        given = [part.clone().requires_grad_() for part in x]
+        y = function(*given)
+        (y * draw(*shape, seed=7)).sum().backward()
+        results.append([y, *(torch.zeros_like(part) if part.grad is None else part.grad for part in given)])
+    for want, found in zip(*results, strict=True):
+        assert largest(want, found) < 1e-11
 
 
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)

@@ -54,8 +54,8 @@ def observed(values, u, g, lbar, *, positions=None, state=None, keep=True, **opt
 
 def moments(observer):
     """mean S1/S0, square S2/S0, n and <1/lbar>."""
-    mean, square = observer.sources.means.chunk(2, dim=-1)
-    return mean, square, observer.sources.size, observer.sources.inverse
+    found = observer.sources
+    return found.mean, found.square, found.size, found.inverse
 
 
 def by_hand(values, u, g, lbar, tokens):

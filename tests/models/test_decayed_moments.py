@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from decaybench.core.positions import Layout
+from decaybench.models.ops import decayed_moments as module
 from decaybench.models.ops.decayed_moments import MomentState, decayed_moments, decayed_moments_recurrent
 
 B, T, H, V = 2, 13, 3, 4
@@ -52,6 +53,38 @@ def test_the_chunked_form_is_the_definition_with_all_gradients(case, chunk_size)
         assert (a - b).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("length", [2, 3, 4, 9, 12])
+def test_the_usual_chunk_and_a_row_at_a_time_are_the_definition_too(length, monkeypatch):
+    monkeypatch.setattr(module, "_SCRATCH", 1)
+    given, state = inputs(state=True)
+    given = [part[:, :length] for part in given]
+    layout = Layout.of(PACKED[:, :length].clone(), has_state=True)
+    want = results(decayed_moments_recurrent, given, state, layout)
+    found = results(decayed_moments, given, state, layout)
+    for a, b in zip(itertools.chain(*found), itertools.chain(*want), strict=True):
+        assert (a - b).abs().max() < 1e-12
+
+
+def test_float32_gradients_keep_their_digits_over_thousands_of_tokens():
+    """The log-decays' are sums over a chunk; slow and fast decays, strong and faint writes."""
+    length, heads = 4000, 4
+    g = draws(3)
+    v = torch.randn(1, length, heads, V, generator=g, dtype=torch.float64)
+    u = (6 * torch.randn(1, length, heads, generator=g, dtype=torch.float64)).sigmoid()
+    x = u * torch.rand(1, length, heads, generator=g, dtype=torch.float64)
+    log_decay = -torch.tensor([1e-4, 1e-2, 0.5, 20.0], dtype=torch.float64).expand(1, length, heads)
+    gradients = []
+    for dtype in (torch.float64, torch.float32):
+        given = [part.to(dtype).requires_grad_() for part in (v, x, u, log_decay)]
+        mean, square, S0, D1, D2 = decayed_moments(*given)[0]
+        loss = (mean * square).sum() + (S0 * S0 / D2).clamp(min=1).log().sum() + (D1 / S0).log().sum()
+        gradients.append(torch.autograd.grad(loss, given))
+    for exact, rounded in zip(*gradients, strict=True):
+        for head in range(heads):
+            want = exact[:, :, head]
+            assert (rounded[:, :, head].double() - want).abs().max() < 1e-3 * want.abs().max()
+
+
 def test_the_definition_is_the_sum_over_all_tokens_so_far():
     (v, x, u, log_decay), _ = inputs(state=False)
     moments, _ = decayed_moments_recurrent(v, x, u, log_decay)
@@ -60,7 +93,8 @@ def test_the_definition_is_the_sum_over_all_tokens_so_far():
         S0 = sum(d[j] * x[b, j, h] for j in range(t + 1))
         S1 = sum(d[j] * x[b, j, h] * v[b, j, h] for j in range(t + 1))
         S2 = sum(d[j] * x[b, j, h] * v[b, j, h] ** 2 for j in range(t + 1))
-        assert torch.allclose(moments.means[b, t, h], torch.cat([S1, S2]) / S0, rtol=1e-12, atol=1e-13)
+        found = torch.cat([moments.mean[b, t, h], moments.square[b, t, h]])
+        assert torch.allclose(found, torch.cat([S1, S2]) / S0, rtol=1e-12, atol=1e-13)
         assert moments.S0[b, t, h].item() == pytest.approx(S0.item(), rel=1e-12)
         assert moments.D1[b, t, h].item() == pytest.approx(sum(d[j] * u[b, j, h].item() for j in range(t + 1)))
         assert moments.D2[b, t, h].item() == pytest.approx(sum((d[j] * x[b, j, h].item()) ** 2 for j in range(t + 1)))

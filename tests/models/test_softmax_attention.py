@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from decaybench.models.ops import pieces
 from decaybench.models.ops import softmax_attention as module
 from decaybench.models.ops.softmax_attention import kriging_attention, softmax_attention
 from tests.models.small import largest
@@ -47,18 +48,18 @@ CASES = {"causal": (5, 5, None), "one": (1, 1, None), "cached": (3, 8, causal), 
 
 @pytest.fixture(params=[*((name, None) for name in CASES), *((name, 2) for name in CASES)], ids=str)
 def case(request, monkeypatch):
-    """As it is, and in blocks of two queries."""
+    """As it is, and in blocks of two queries in one row."""
     name, block = request.param
     if block is not None:
         monkeypatch.setattr(module, "_BLOCK", block)
+        monkeypatch.setattr(pieces, "_CACHED", 1)
     T, S, make = CASES[name]
     return inputs(T, S), None if make is None else make(T, S)
 
 
 def kriged(*inputs):
     """e, m2, n and i."""
-    found = kriging_attention(*inputs)
-    return *found.means.chunk(2, dim=-1), found.n, found.i
+    return tuple(kriging_attention(*inputs))
 
 
 def kriging_weights(q, k, lbar, mask):
@@ -161,6 +162,24 @@ def test_enormous_scores_and_precisions_stay_finite():
     assert found.n.max() < 6 + 1e-5
     sum(part.sum() for part in found).backward()
     assert all(leaf.grad.isfinite().all() for leaf in x[:3])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_nothing_is_kept_but_what_comes_in_and_goes_out(masked):
+    """No weights, T x S, and no second copy of the values."""
+    T = 40
+    x, kept = leaves(*inputs(T, T)), {}
+
+    def keep(part):
+        kept[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+        return part
+
+    mask = causal(T, T) if masked else None
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda part: part):
+        found = kriging_attention(*x, mask)
+    allowed = [*x, *found, *([mask] if masked else [])]
+    assert sum(kept.values()) <= sum(part.untyped_storage().nbytes() for part in allowed) + found.n.nbytes
+    assert found.mean.requires_grad
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -41,7 +41,7 @@ from decaybench.models.branch import Context, LayerTrace, Mixer, Observer, Place
 from decaybench.models.mixers.parts import inverse_softplus
 from decaybench.models.module import DrawsFor, LayerNorm, Module, RMSNorm, normal_
 from decaybench.models.ops.decayed_moments import MomentState, decayed_moments
-from decaybench.models.ops.kalman_update import LOG_LARGEST, bounded, kalman_update
+from decaybench.models.ops.kalman_update import LOG_LARGEST, kalman_predict, kalman_update, mean_precision
 from decaybench.models.ops.precision import at_least_float32, without_autocast
 from decaybench.models.ops.read_variance import read_variance
 from decaybench.models.ops.softmax_attention import kriging_attention, softmax_attention
@@ -50,7 +50,6 @@ from decaybench.models.residual import Residual, Stream
 _KEY = "model.bft"  # where a run's configuration has it
 _FAINTEST = 1e-9  # write strength: its square times the smallest precision's is still a float32
 _TINY = 1e-30
-_LOUDEST = 1e30  # observation: its product with K is a number still
 _MLP_WIDTH = 8
 
 
@@ -167,11 +166,12 @@ class SourceState:
 
 @dataclass(frozen=True)
 class Sources:
-    """What a token's sources say together. means: [B, T, H, 2 V], their weighted mean and mean square; size: n, the
-    effective number of them, and inverse: <1/lbar>, their mean variance, [B, T, H].
+    """What a token's sources say together. mean, square: [B, T, H, V], their weighted mean and mean square; size: n,
+    the effective number of them, and inverse: <1/lbar>, their mean variance, [B, T, H].
     """
 
-    means: Tensor
+    mean: Tensor
+    square: Tensor
     size: Tensor
     inverse: Tensor
 
@@ -180,7 +180,7 @@ class Sources:
         a, b = reml_weights(self.size, self.inverse, config.nu0)
         if config.observation == "estimate":
             a, b = a / self.size, b / self.size
-        return read_variance(self.means, a, b, size, scale)
+        return read_variance(self.mean, self.square, a, b, size, scale)
 
 
 def reml_weights(n: Tensor, inverse: Tensor, nu0: float) -> tuple[Tensor, Tensor]:
@@ -264,7 +264,7 @@ class KalmanObserver(Observer):
         if kept is not None:
             self.kept = SourceState(moments=kept)
         S0, D1, D2 = (part.clamp(min=_TINY) for part in (found.S0, found.D1, found.D2))
-        self.sources = Sources(found.means, (S0 * S0 / D2).clamp(min=1), D1 / S0)
+        self.sources = Sources(found.mean, found.square, (S0 * S0 / D2).clamp(min=1), D1 / S0)
         if not self.config.reliability or self.config.precision == "frozen":  # all alike: bit for bit as without
             return None
         # Not a difference of logs: those of faint writes are large, and float32 would leave 2e-6 of it.
@@ -281,11 +281,11 @@ class KalmanObserver(Observer):
         if self.context.keep_state:
             self.kept = SourceState(lbar=lbar)
         found = kriging_attention(q, k, v, lbar, mask)
-        self.sources = Sources(found.means, found.n.clamp(min=1), found.i)
+        self.sources = Sources(found.mean, found.square, found.n.clamp(min=1), found.i)
         self._variance = self.sources.variance(self.config).flatten(2)
         if self.config.precision == "frozen":  # the same weights as without: bit for bit then
             return softmax_attention(q, k, v, mask)
-        return found.means[..., : v.shape[-1]].to(v.dtype)
+        return found.mean.to(v.dtype)
 
     def dynamics(self, jacobian: Tensor) -> None:
         self.jacobian = jacobian.detach() if self.config.jacobian == "detached" else jacobian
@@ -317,16 +317,14 @@ class KalmanResidual(Residual[KalmanObserver]):
 
     def observer(self, stream: Stream, x: Tensor, context: Context, state: SourceState | None) -> KalmanObserver:
         P = _carried(stream)
-        lbar = P.reciprocal().mean(-1) if self.config.reliability else P.new_ones(P.shape[:2])
+        lbar = mean_precision(P) if self.config.reliability else P.new_ones(P.shape[:2])
         dynamics = self.predicts and self.config.jacobian != "none"
         return KalmanObserver(self.config, lbar, context, state, wants_dynamics=dynamics)
 
     def update(self, stream: Stream, y: Tensor, observer: KalmanObserver, mixer: Mixer) -> Stream:
         P = _carried(stream)
         R = observer.variance(mixer.out_proj.weight)
-        if self.config.units == "output":
-            R = R / at_least_float32(y).square().mean(-1, keepdim=True).clamp(min=_TINY)
-        h, after, K = kalman_update(stream.hidden, P, y, R.clamp(max=_LOUDEST))
+        h, after, K = kalman_update(stream.hidden, P, y, R, relative=self.config.units == "output")
         after = P if self.config.precision == "frozen" else after
         if observer.context.trace is not None:
             n = observer.sources.size if observer.sources else None
@@ -341,13 +339,12 @@ class KalmanResidual(Residual[KalmanObserver]):
         P, h = _carried(stream), stream.hidden if y is None else stream.hidden + y
         if not self.predicts:
             return Stream(h, P)
+        J = None
         if observer.jacobian is not None and norm is not None:
             slope = norm.slope(stream.hidden)
-            slope = slope.detach() if self.config.jacobian == "detached" else slope
-            P = (1 + observer.jacobian * slope).square() * P
-        if self.q is not None:
-            P = P + F.softplus(self.q)
-        return Stream(h, bounded(P))
+            J = observer.jacobian * (slope.detach() if self.config.jacobian == "detached" else slope)
+        Q = None if self.q is None else F.softplus(self.q)
+        return Stream(h, kalman_predict(P, J, Q))
 
     def state(self, observer: KalmanObserver) -> SourceState | None:
         return observer.kept

@@ -11,6 +11,8 @@ kriging with an exponential kernel in the place of softmax weights.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,17 +20,16 @@ import torch
 from torch import Tensor
 
 from decaybench.core.positions import Layout
-from decaybench.models.ops.chunks import Visible, chunks, chunks_of_heads, fill_last_chunk
+from decaybench.models.ops.pieces import pieces
 from decaybench.models.ops.precision import (
     at_least_float32,
     bounded_log_decay,
     check_log_decay,
     keeps_precision,
-    without_autocast,
 )
 
-DEFAULT_CHUNK = 32
 _TINY = 1e-30
+_SCRATCH = 2**20  # numbers of the states worked on at a time
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,10 @@ class MomentState:
 
 
 class DecayedMoments(NamedTuple):
-    """means: [B, T, H, 2 V], S1/S0 and S2/S0 (0 where S0 is); S0, D1, D2: [B, T, H]. float32 (float64 stays)."""
+    """mean, square: [B, T, H, V], S1/S0 and S2/S0 (0 where S0 is); S0, D1, D2: [B, T, H]. float32 (float64 stays)."""
 
-    means: Tensor
+    mean: Tensor
+    square: Tensor
     S0: Tensor
     D1: Tensor
     D2: Tensor
@@ -58,12 +60,13 @@ def decayed_moments(
     initial_state: MomentState | None = None,
     output_final_state: bool = False,
     layout: Layout | None = None,
-    chunk_size: int = DEFAULT_CHUNK,
+    chunk_size: int | None = None,
 ) -> tuple[DecayedMoments, MomentState | None]:
     """By the form that suits the length: the loop for one token, the chunked form for more.
 
     v: [B, T, H, V]; x, u: >= 0 [B, T, H]; log_decay: <= 0 [B, T, H]; layout as in `scalar_decay`. Any T >= 1 and
-    chunk_size >= 1 give the same. Raises ValueError on shapes that don't fit and on log-decays below float32.
+    chunk_size >= 1 (None: about sqrt(T)) give the same. Raises ValueError on shapes that don't fit and on log-decays
+    below float32.
     """
     check_log_decay(log_decay)
     T = v.shape[1]
@@ -75,14 +78,11 @@ def decayed_moments(
             v, x, u, log_decay, initial_state=initial_state, output_final_state=output_final_state, layout=layout
         )
     v, x, u, log_decay = _prepare(v, x, u, log_decay, layout)
-    L = min(chunk_size, T)
-    (v, x, u, log_decay), visible = fill_last_chunk(L, layout, v, x, u, log_decay)
-    sums = squares = None
-    if initial_state is not None:
-        sums, squares = initial_state.sums.to(v.dtype), initial_state.squares.to(v.dtype)
-    means, S0, D1, D2, last, last_square = _Moments.apply(v, x, u, log_decay, sums, squares, visible, L)  # type: ignore[no-untyped-call]
-    found = DecayedMoments(*(part[:, :T] for part in (means, S0, D1, D2)))
-    return found, MomentState(last, last_square) if output_final_state else None
+    sums, squares = _start(v, initial_state)
+    resets = None if layout is None else layout.resets
+    L = min(T, chunk_size or math.isqrt(T))
+    *found, last, last_square = _Moments.apply(v, x, u, log_decay, sums, squares, resets, L)  # type: ignore[no-untyped-call]
+    return DecayedMoments(*found), MomentState(last, last_square) if output_final_state else None
 
 
 @keeps_precision
@@ -100,9 +100,7 @@ def decayed_moments_recurrent(
     v, x, u, log_decay = _prepare(v, x, u, log_decay, layout)
     written = torch.cat([x[..., None] * v, x[..., None] * v * v, x[..., None], u[..., None]], dim=-1)
     decay, V = log_decay.exp(), v.shape[-1]
-    sums, squares = torch.zeros_like(written[:, 0]), torch.zeros_like(x[:, 0])
-    if initial_state is not None:
-        sums, squares = initial_state.sums.to(v.dtype), initial_state.squares.to(v.dtype)
+    sums, squares = _start(v, initial_state)
     found = []
     for t in range(v.shape[1]):
         if layout is not None and layout.resets is not None:
@@ -112,20 +110,26 @@ def decayed_moments_recurrent(
         squares = decay[:, t].square() * squares + x[:, t].square()
         found.append(torch.cat([sums, squares[..., None]], dim=-1))
     weighted, S0, D1, D2 = torch.split(torch.stack(found, dim=1), [2 * V, 1, 1, 1], dim=-1)
-    means = weighted * S0.clamp(min=_TINY).reciprocal()
-    moments = DecayedMoments(means, S0[..., 0], D1[..., 0], D2[..., 0])
+    mean, square = (weighted * _inverse(S0)).chunk(2, dim=-1)
+    moments = DecayedMoments(mean, square, S0[..., 0], D1[..., 0], D2[..., 0])
     return moments, MomentState(sums, squares) if output_final_state else None
 
 
 class _Moments(torch.autograd.Function):
-    """By chunks, with its gradient. With c the log-decay summed from a chunk's start and D_ij = exp(c_i - c_j), the
-    state before a chunk is one more source, and the state after it is what its last token holds:
+    """By chunks of L tokens, with its gradient, both in place.
 
-        sums_i = [exp(c_i), D_ij] [state before; values_j]          values = [x v, x v^2, x, u]
+    First token after token in all chunks at once, then chunk after chunk, y_t += reach_t (y before the chunk) with the
+    decay reach_t from there to t. A decay of 0 parts documents. For y_t = decay_t y_{t-1} + w_t, g_t the gradient of
+    y_t as an output, and dy_t = dw_t the one with what later tokens have of it, the log-decay's is
 
-    c_i multiplies all that token i holds and -c_j all that j goes into: its gradient takes no pass over D, as in
-    `scalar_decay`. v: [B, T, H, V]; x, u, log_decay: [B, T, H], T a multiple of L; sums: [B, H, 2 V + 2] or None;
-    squares: [B, H] or None. Returns means, S0, D1, D2 and the two parts of the last state.
+        e_t = dy_t . decay_t y_{t-1} = g_t . y_t - dw_t . w_t + e_{t+1}
+
+    The sum takes no pass over the states; it begins anew in each chunk, from the product at the next one's first token,
+    lest its rounding add up.
+
+    v: [B, T, H, V]; x, u, log_decay: [B, T, H]; sums: [B, H, 2 V + 2]; squares: [B, H]; resets: bool [B, T] or None.
+    Returns mean, square, S0, D1, D2 and the two parts of the last state. Inside, S0, D1 and D2 lie behind one another,
+    [3 B, T, H, 1], and so do their decays.
     """
 
     @staticmethod
@@ -135,62 +139,54 @@ class _Moments(torch.autograd.Function):
         x: Tensor,
         u: Tensor,
         log_decay: Tensor,
-        sums: Tensor | None,
-        squares: Tensor | None,
-        visible: Visible | None,
+        sums: Tensor,
+        squares: Tensor,
+        resets: Tensor | None,
         L: int,
     ) -> tuple[Tensor, ...]:
-        D = _decays(chunks(log_decay, L), visible)
-        N, B, H = D.shape[:3]
-        V = v.shape[-1]
-        v_heads, x_heads = chunks_of_heads(v, L), _heads(x, L)
+        decay = log_decay.exp()
+        if resets is not None:
+            decay.masked_fill_(resets[..., None], 0.0)
+        decays = _behind(decay, decay, decay.square())
+        reach = _reach(decays, L)
+        small = _behind(x, u, x.square())
+        _scan(small, decays, reach, L, _behind(sums[..., -2], sums[..., -1], squares))
+        S0, D1, D2 = small[..., 0].chunk(3)
 
-        values = v.new_empty(N, B, H, L + 1, 2 * V + 2)  # the state before each chunk first
-        tokens = values[..., 1:, :]
-        torch.mul(v_heads, x_heads[..., None], out=tokens[..., :V])
-        torch.mul(tokens[..., :V], v_heads, out=tokens[..., V : 2 * V])
-        tokens[..., 2 * V] = x_heads
-        tokens[..., 2 * V + 1] = _heads(u, L)
-        last = _scan(values, D, sums)
-        found = D @ values
-
-        D_squared = D.square()
-        squared = v.new_empty(N, B, H, L + 1, 1)
-        squared[..., 1:, 0] = x_heads.square()
-        last_square = _scan(squared, D_squared, None if squares is None else squares[..., None])
-        D2 = (D_squared @ squared)[..., 0]
-
-        weights = found[..., 2 * V :].contiguous()
-        means = v.new_empty(B, N, L, H, 2 * V)
-        torch.mul(found[..., : 2 * V], _inverse(weights), out=means.permute(1, 0, 3, 2, 4))
-        before, before_square = values[..., 0, :].clone(), squared[..., 0, :].clone()
-        ctx.save_for_backward(v, x, u, D, means, weights, D2, before, before_square, last, last_square)
-        ctx.starts = sums is not None
-        small = (_tokens(part) for part in (weights[..., 0], weights[..., 1], D2))
-        return means.flatten(1, 2), *small, last, last_square[..., 0]
+        B = len(v)
+        both, last = v.new_empty(2, *v.shape), torch.empty_like(sums)
+        last[..., -2], last[..., -1] = S0[:, -1], D1[:, -1]
+        inverse = _inverse(small[:B])
+        for at in _rows(v):
+            here = both[:, at]
+            torch.mul(v[at], x[at, ..., None], out=here[0])
+            torch.mul(here[0], v[at], out=here[1])
+            _scan(here, decays[at], reach[at], L, torch.stack(sums[at, :, :-2].chunk(2, dim=-1)))
+            last[at, :, :-2] = torch.cat([*here[:, :, -1]], dim=-1)
+            here.mul_(inverse[at])
+        last_square = D2[:, -1].clone()
+        ctx.save_for_backward(v, x, u, decays, both, small, last, last_square)
+        ctx.L = L
+        return both[0], both[1], S0, D1, D2, last, last_square
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        with without_autocast(gradients[0]):
-            *inputs, dsums, dsquares = _gradients(*ctx.saved_tensors, *gradients)
-        starts = (dsums, dsquares) if ctx.starts else (None, None)
-        return *inputs, *starts, None, None
+        return *_gradients(ctx.L, *ctx.saved_tensors, *gradients), None, None
 
 
 def _gradients(
+    L: int,
     v: Tensor,
     x: Tensor,
     u: Tensor,
-    D: Tensor,
-    means: Tensor,
-    weights: Tensor,
-    D2: Tensor,
-    before: Tensor,
-    before_square: Tensor,
+    decays: Tensor,
+    both: Tensor,
+    small: Tensor,
     last: Tensor,
     last_square: Tensor,
-    dmeans: Tensor,
+    dmean: Tensor,
+    dsquare: Tensor,
     dS0: Tensor,
     dD1: Tensor,
     dD2: Tensor,
@@ -198,83 +194,109 @@ def _gradients(
     dlast_square: Tensor,
 ) -> tuple[Tensor, ...]:
     """Of v, x, u, log_decay and the two parts of the first state."""
-    N, B, H, L, _ = D.shape
-    V = v.shape[-1]
-    dmeans = torch.unflatten(dmeans, 1, (N, L))
+    (B, T), dv, dsums = v.shape[:2], torch.empty_like(v), torch.empty_like(last)
+    held, dx, edges = torch.empty_like(x), torch.empty_like(x), x.new_empty(B, (T - 1) // L, x.shape[2])
+    reach = _reach_back(decays, L)
+    inverse = _inverse(small[:B])
 
-    # 1. what each token holds: through S1/S0 and S2/S0 to the sums
-    held = torch.einsum("bnlhw,bnlhw->nbhl", dmeans, means)  # S1 . dS1 + S2 . dS2
-    inverse = _inverse(weights)
-    dfound = v.new_empty(N, B, H, L, 2 * V + 2)
-    torch.mul(dmeans.permute(1, 0, 3, 2, 4), inverse, out=dfound[..., : 2 * V])
-    dfound[..., 2 * V] = _heads(dS0, L) - held * (inverse[..., 0] * (weights[..., 0] > _TINY))
-    dfound[..., 2 * V + 1] = _heads(dD1, L)
-    dc = held + (dfound[..., 2 * V :] * weights).sum(-1)
-    dsums = _scan_back(dfound, dc, 1, D, before, last, dlast)
-    dfound_square = _heads(dD2, L)[..., None].clone(memory_format=torch.contiguous_format)
-    D_squared = D.square()
-    dc += 2 * dfound_square[..., 0] * D2
-    dsquares = _scan_back(dfound_square, dc, 2, D_squared, before_square, last_square, dlast_square[..., None])
+    # 1. the sums of values
+    for at in _rows(v):
+        (mean, square), (dm, dq), v_at, x_at = both[:, at], (dmean[at], dsquare[at]), v[at], x[at, ..., None]
+        held[at] = torch.mul(dm, mean).addcmul_(dq, square).sum(-1)
+        d = v.new_empty(2, *v_at.shape)
+        torch.mul(dm, inverse[at], out=d[0])
+        torch.mul(dq, inverse[at], out=d[1])
+        d[:, :, -1] += torch.stack(dlast[at, :, :-2].chunk(2, dim=-1))
+        dsums[at, :, :-2] = torch.cat([*_scan_back(d, decays[at], reach[at], L)], dim=-1)
+        crossing = (d[:, :, L::L] * both[:, at, L - 1 : T - 1 : L]).sum((0, -1))
+        edges[at] = crossing * (decays[at, L::L] / inverse[at, L - 1 : T - 1 : L])[..., 0]
+        d[0].add_(d[1].mul_(v_at))
+        dx[at] = torch.mul(d[0], v_at).sum(-1)
+        torch.mul(d[0].add_(d[1]), x_at, out=dv[at])
 
-    # 2. what each token wrote
-    dvalues = D[..., 1:].mT @ dfound
-    dsquared = (D_squared[..., 1:].mT @ dfound_square)[..., 0]
-    v_heads, x_heads, u_heads = chunks_of_heads(v, L), _heads(x, L), _heads(u, L)
-    through_square = dvalues[..., V : 2 * V] * v_heads
-    through = dvalues[..., :V].add_(through_square)
-    dx = (through * v_heads).sum(-1) + dvalues[..., 2 * V]
-    du = dvalues[..., 2 * V + 1]
-    dc -= x_heads * dx + u_heads * du + 2 * x_heads.square() * dsquared
-    dx += 2 * x_heads * dsquared
-    dv = v.new_empty(B, N, L, H, V)
-    torch.mul(through.add_(through_square), x_heads[..., None], out=dv.permute(1, 0, 3, 2, 4))
-    dlog_decay = dc.flip(-1).cumsum(-1).flip(-1)
-    return dv.flatten(1, 2), _tokens(dx), _tokens(du), _tokens(dlog_decay), dsums, dsquares[..., 0]
+    # 2. the small ones
+    dsmall = _behind(dS0 - held * (inverse * (small[:B] > _TINY))[..., 0], dD1, dD2)
+    e = held + _once_and_twice(dsmall * small)
+    dsmall[:, -1] += _behind(dlast[..., -2], dlast[..., -1], dlast_square)
+    dS0_first, dD1_first, dsquares = _scan_back(dsmall, decays, reach, L)[..., 0].chunk(3)
+    dsums[..., -2], dsums[..., -1] = dS0_first, dD1_first
+    edges += _once_and_twice(dsmall[:, L::L] * decays[:, L::L] * small[:, L - 1 : T - 1 : L])
+    dx_small, du, dx_square = dsmall[..., 0].chunk(3)
+    dx += dx_small
+    e -= x * dx + u * du + 2 * x.square() * dx_square
+    dx += 2 * x * dx_square
 
-
-def _decays(log_decay: Tensor, visible: Visible | None) -> Tensor:
-    """log_decay: [N, B, L, H]. From the chunk's start, and from each of its tokens, to token i: [N, B, H, L, 1 + L]."""
-    N, B, L, H = log_decay.shape
-    c = log_decay.cumsum(2).transpose(2, 3).contiguous()
-    D = c.new_empty(N, B, H, L, L + 1)
-    D[..., 0] = c
-    torch.sub(c[..., :, None], c[..., None, :], out=D[..., 1:])
-    D.clamp_(max=0.0).exp_().tril_(1)  # bounded before exp: above the diagonal it would overflow
-    if visible is not None:
-        D[..., 0] *= visible.reads[:, :, None]
-        D[..., 1:] *= visible.same[:, :, None]
-    return D
+    # 3. the log-decays
+    e[:, L - 1 : T - 1 : L] += edges
+    e[:, -1] += (dlast * last).sum(-1) + 2 * dlast_square * last_square
+    for here, before in reversed(list(_steps(T, L))):
+        e[:, before] += e[:, here]
+    return dv, dx, du, e, dsums, dsquares
 
 
-def _scan(values: Tensor, D: Tensor, start: Tensor | None) -> Tensor:
-    """Put the state before each chunk in the first row of its values [N, B, H, 1 + L, W]; returns the one after all."""
-    written = (D[..., -1:, 1:] @ values[..., 1:, :])[..., 0, :]
-    carry = D[..., -1, :1]
-    state = torch.zeros_like(written[0]) if start is None else start
-    for n in range(len(values)):
-        values[n, ..., 0, :] = state
-        state = torch.addcmul(written[n], carry[n], state)
-    return state
-
-
-def _scan_back(
-    dfound: Tensor, dc: Tensor, power: int, D: Tensor, before: Tensor, last: Tensor, dlast: Tensor
-) -> Tensor:
-    """Add to what the last token of each chunk holds, in dfound [N, B, H, L, W], what later chunks have of it.
-
-    power: of the decays in D, whose log-decays get their part of it in dc [N, B, H, L]. before: the state before each
-    chunk, [N, B, H, W]; last: the one after all. Returns the gradient of the state before all, [B, H, W].
+def _scan(y: Tensor, decay: Tensor, reach: Tensor, L: int, start: Tensor) -> None:
+    """y_t = decay_t y_{t-1} + what y_t holds at first. y: [..., T, H, W]; decay, reach: [B, T, H, 1]; start: y_0, like
+    y without T.
     """
-    # In one piece: products with a strided vector take ten times as long.
-    read = (D[..., None, :, 0].contiguous() @ dfound)[..., 0, :]
-    carry = D[..., -1, :1]
-    dstate = dlast
-    for n in reversed(range(len(dfound))):
-        after = last if n + 1 == len(dfound) else before[n + 1]
-        dfound[n, ..., -1, :] += dstate
-        dc[n, ..., -1] += power * (after * dstate).sum(-1)
-        dstate = torch.addcmul(read[n], carry[n], dstate)
-    return dstate
+    T = y.shape[-3]
+    for here, before in _steps(T, L):
+        y[..., here, :, :].addcmul_(decay[:, here], y[..., before, :, :])
+    y[..., :L, :, :].addcmul_(reach[:, :L], start.unsqueeze(-3))
+    for at in range(L, T, L):
+        y[..., at : at + L, :, :].addcmul_(reach[:, at : at + L], y[..., at - 1 : at, :, :])
+
+
+def _scan_back(dy: Tensor, decay: Tensor, reach: Tensor, L: int) -> Tensor:
+    """dy_t += decay_{t+1} dy_{t+1}, with reach from `_reach_back`. Returns the gradient of y_0."""
+    T = dy.shape[-3]
+    for here, before in reversed(list(_steps(T, L))):
+        dy[..., before, :, :].addcmul_(decay[:, here], dy[..., here, :, :])
+    for at in reversed(range(L, T, L)):
+        dy[..., at - L : at, :, :].addcmul_(reach[:, at - L : at], dy[..., at : at + 1, :, :])
+    return decay[:, 0] * dy[..., 0, :, :]
+
+
+def _reach(decay: Tensor, L: int) -> Tensor:
+    """From the end of the chunk before to each token; decay: [B, T, H, 1]."""
+    reach = decay.clone()
+    for here, before in _steps(decay.shape[1], L):
+        reach[:, here] *= reach[:, before]
+    return reach
+
+
+def _reach_back(decay: Tensor, L: int) -> Tensor:
+    """From each token to the first one of the next chunk; the last chunk has none."""
+    reach = torch.cat([decay[:, 1:], decay[:, :1]], dim=1)
+    for here, before in reversed(list(_steps(decay.shape[1], L))):
+        reach[:, before] *= reach[:, here]
+    return reach
+
+
+def _steps(T: int, L: int) -> Iterator[tuple[slice, slice]]:
+    """The second tokens of all chunks and the first ones, the third and the second, ..."""
+    for n in range(1, L):
+        yield slice(n, None, L), slice(n - 1, T - 1, L)
+
+
+def _rows(v: Tensor) -> Iterator[slice]:
+    return pieces(len(v), 2 * v.shape[1:].numel(), v.device, _SCRATCH)
+
+
+def _behind(S0: Tensor, D1: Tensor, D2: Tensor) -> Tensor:
+    return torch.cat([S0, D1, D2])[..., None]
+
+
+def _once_and_twice(part: Tensor) -> Tensor:
+    """[3 B, T, H, 1] as [B, T, H]: D2's decays are squared, so that log-decays count twice in them."""
+    S0, D1, D2 = part[..., 0].chunk(3)
+    return (S0 + D1).add_(D2, alpha=2)
+
+
+def _start(v: Tensor, state: MomentState | None) -> tuple[Tensor, Tensor]:
+    if state is not None:
+        return state.sums.to(v.dtype), state.squares.to(v.dtype)
+    B, _, H, V = v.shape
+    return v.new_zeros(B, H, 2 * V + 2), v.new_zeros(B, H)
 
 
 def _prepare(v: Tensor, x: Tensor, u: Tensor, log_decay: Tensor, layout: Layout | None) -> tuple[Tensor, ...]:
@@ -285,16 +307,5 @@ def _prepare(v: Tensor, x: Tensor, u: Tensor, log_decay: Tensor, layout: Layout 
     return v, x, u, bounded_log_decay(log_decay)
 
 
-def _inverse(weights: Tensor) -> Tensor:
-    """1 / S0, weights: [..., 2], S0 and D1. Returns [..., 1]."""
-    return weights[..., :1].clamp(min=_TINY).reciprocal()
-
-
-def _heads(x: Tensor, L: int) -> Tensor:
-    """[B, N L, H] as [N, B, H, L]."""
-    return chunks(x, L).transpose(2, 3)
-
-
-def _tokens(x: Tensor) -> Tensor:
-    """[N, B, H, L] as [B, N L, H]."""
-    return x.permute(1, 0, 3, 2).flatten(1, 2)
+def _inverse(S0: Tensor) -> Tensor:
+    return S0.clamp(min=_TINY).reciprocal()
