@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -49,6 +50,19 @@ def slow_units() -> None:
 
     def slowly(*arguments: Any) -> Any:
         time.sleep(0.01)
+        return before(*arguments)
+
+    module._encode = slowly
+
+
+def stuck_after_units() -> None:
+    """The same, but after a few there is no end: whatever stops it, the work isn't done."""
+    small_units()
+    before, done = module._encode, itertools.count()
+
+    def slowly(*arguments: Any) -> Any:
+        if next(done) == 4:
+            time.sleep(600)
         return before(*arguments)
 
     module._encode = slowly
@@ -433,7 +447,7 @@ def test_two_processes_dont_work_on_one_folder(texts: Path, tmp_path: Path) -> N
 def test_ctrl_c_stops_at_once_and_goes_on(texts: Path, tmp_path: Path, small: None) -> None:
     prepare(wish(texts, tmp_path / "whole"), progress=QUIET)
     words = ("data", "prepare", str(texts), "--out", "out", "--validation", "0.3", "--workers", "1")
-    work = start(*words, cwd=tmp_path, before=slow_units)
+    work = start(*words, cwd=tmp_path, before=stuck_after_units)
     assert work.wait_for(lambda: units_of(tmp_path) >= 2)
     work.send(signal.SIGINT)
     result = work.end()
