@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from decaybench.harness.addons import Choice, alone_and_together, together
-from decaybench.harness.invariances import CHECKS, Check, Subject, small_config
+from decaybench.harness.invariances import CHECKS, Check, Subject, small_config, steady_seed
 from decaybench.models.config import ModelConfig
 from decaybench.models.registry import Architecture, architectures
 
@@ -35,10 +35,13 @@ def selftest(
 ) -> list[Check]:
     """The checks of one model configuration, or those of some pitfalls only.
 
-    dtype: float64 or float32. A check that can't be carried out fails with an infinite difference.
+    dtype: float64 or float32; seed: of the model's values, or with float32 of the first steady ones (`steady_seed`). A
+    check that can't be carried out fails with an infinite difference.
     """
     results: list[Check] = []
     with _one_thread():
+        if dtype == torch.float32:
+            seed = steady_seed(config, seed, device)
         for check, pitfall in CHECKS.items():
             if pitfalls is not None and pitfall not in pitfalls:
                 continue

@@ -514,3 +514,20 @@ def test_all_with_an_addon_named_are_the_cells_that_have_it(monkeypatch):
     assert "attention+bft" in both
     assert {"mamba2+post+bft", "mamba2+post-minimal+bft"} <= both
     assert not any(cell in both for cell in ("mamba2", "mamba2+post", "mamba2+bft"))
+
+
+def test_float32_is_tested_on_values_that_it_can_hold(monkeypatch):
+    """GLA with BFT at seed 0: rounding its parameters alone moves its gradient by as much as the bound."""
+    config, steady = small_config(*CONFIGS["gla+bft"]), small_config(*CONFIGS["mamba2"])
+    subject = invariances.Subject(config, torch.float64, 0, "cpu")
+    assert invariances._sensitivity(subject) > invariances._STEADY
+    found = invariances.steady_seed(config, 0, "cpu")
+    assert found > 0 and invariances.steady_seed(config, found, "cpu") == found
+    assert invariances.steady_seed(steady, 3, "cpu") == 3
+    assert failed(selftest.selftest(config, dtype=torch.float32, pitfalls={9})) == []
+
+    def broken(*arguments, **settings):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(LanguageModel, "forward", broken)
+    assert invariances.steady_seed(config, 0, "cpu") == 0
