@@ -19,6 +19,7 @@ from decaybench.core.errors import RunError, UserError
 from decaybench.harness.addons import ADDONS
 
 if TYPE_CHECKING:
+    from decaybench.harness.config import RunConfig
     from decaybench.harness.prepared import Prepared
     from decaybench.harness.run import Outcome
 
@@ -109,7 +110,7 @@ _FLAGS: dict[str, Any] = {
             help="Lengths to ask at: multiples of the training length (2x) or tokens (512).",
         ),
     ],
-    "samples": Annotated[int | None, _option(panel=ASKED, shown="100", help="Samples a cell.", **_WHOLE)],
+    "samples": Annotated[int | None, _option(panel=ASKED, shown="by task", help="Samples a cell.", **_WHOLE)],
     "settings": Annotated[
         list[str] | None,
         _option(
@@ -143,24 +144,34 @@ _KEYS = {
     "eval_lengths": "evaluation.lengths",
     "variants": "evaluation.variants",
     "depths": "evaluation.depths",
+    "source": "task.source",
+    "file": "task.file",
+    "tokenizer": "task.tokenizer",
+    "start": "task.start",
     "samples": "evaluation.samples",
     "device": "device",
     "backend": "backend",
     "out": "out",
+    "data": "task.data",
+    "mix": "task.mix",
+    "reset": "task.reset",
 }
 _LISTS = ("eval_lengths", "variants", "depths")
 
 
-def _add_task(task: str, what: str, others: dict[str, str] | None = None, **own: Any) -> None:
-    """A command that runs a task; own: its flags beside the common ones; others: the tasks that flags of it choose."""
+def _add_task(task: str, what: str, others: dict[str, str] | None = None, word: str | None = None, **own: Any) -> None:
+    """A command that runs a task; own: its flags beside the common ones, or in their place, None for without.
+
+    others: the tasks that flags of it choose; word: its name, where that isn't the task's.
+    """
 
     def command(**given: Any) -> None:
         _run_task(next((name for flag, name in (others or {}).items() if given[flag]), task), given)
 
-    flags = {**_FLAGS, **own}
+    flags = {name: kind for name, kind in {**_FLAGS, **own}.items() if kind is not None}
     off = {name: False if get_args(kind)[0] is bool else None for name, kind in flags.items()}
     command.__doc__ = what
-    app.command(task)(_with_flags(command, (_flag(name, kind, off[name]) for name, kind in flags.items())))
+    app.command(word or task)(_with_flags(command, (_flag(name, kind, off[name]) for name, kind in flags.items())))
 
 
 def _with_addons(command: Callable[..., None]) -> Callable[..., None]:
@@ -218,6 +229,80 @@ _add_task(
             "asked at 1x,2x,4x.",
         ),
     ],
+)
+
+_add_task(
+    "lambada",
+    "LAMBADA: is a passage's last word foreseen, alone and behind ever more unrelated text?",
+    source=Annotated[
+        str | None,
+        _option(
+            panel=MODEL,
+            shown="synthetic",
+            help="synthetic: built-in stories, trained on first; openai or standard: LAMBADA's passages in --file, for "
+            "a model of --checkpoint.",
+        ),
+    ],
+    file=Annotated[
+        str | None,
+        _option(
+            panel=ASKED,
+            metavar="<path>",
+            help="The passages: .jsonl (openai), .txt (standard), .parquet, or hf://NAME:CONFIG:SPLIT.",
+        ),
+    ],
+    tokenizer=Annotated[
+        str | None,
+        _option(
+            panel=ASKED,
+            shown="words for stories, else bytes",
+            help="words, bytes, a tokenizer.json or its folder, or an RWKV vocabulary file.",
+        ),
+    ],
+    start=Annotated[
+        str | None,
+        _option(panel=ASKED, shown="none", help="Token before each passage: none, separator, or an id (BOS, 0)."),
+    ],
+    variants=Annotated[
+        str | None,
+        _option(
+            panel=ASKED,
+            shown="stories all, passages plain",
+            help="plain (the passage alone), before (unrelated ones before it), between (within stories).",
+        ),
+    ],
+)
+
+
+_add_task(
+    "text",
+    "Train a language model on text of your own (`bench data prepare`), and measure it on what was kept apart.",
+    word="pretrain",
+    preset=Annotated[str | None, _option(panel=MODEL, shown="micro", help="Named settings: micro, 180m, 440m, 1.5b.")],
+    train_length=Annotated[
+        int | None, _option(panel=MODEL, shown="by preset", help="Context, tokens of a training window.", **_WHOLE)
+    ],
+    label_noise=None,
+    samples=Annotated[int | None, _option(panel=ASKED, shown="by preset", help="Windows a length.", **_WHOLE)],
+    data=Annotated[Path | None, _option(panel=MODEL, help="Folder of token shards, made by `bench data prepare`.")],
+    mix=Annotated[
+        str | None,
+        _option(
+            panel=MODEL,
+            metavar="TASK:SHARE",
+            help="Other passages in a share of the training batches: niah-text:0.2. (--set task.mix.variants=…)",
+        ),
+    ],
+    reset=Annotated[
+        bool | None,
+        _option(
+            "--reset/--no-reset",
+            panel=MODEL,
+            shown="--reset",
+            help="Whether positions and state start anew with each document, or run on, as in PoST's paper.",
+        ),
+    ],
+    dry_run=Annotated[bool, _option("--dry-run", panel=RUNNING, help="Say what training would take, and do nothing.")],
 )
 
 
@@ -653,13 +738,30 @@ def _run_task(task: str, given: dict[str, Any]) -> None:
         flags=flags,
         settings=given["settings"] or (),
         seeds=None if seeds is None else [_integer("--seeds", part) for part in seeds.split(",")],
+        without_data=given.get("dry_run", False),
     )
+    if given.get("dry_run"):
+        _estimate(configs[0], given["json"])
+        return
     outcomes = carry_out_all(configs, force=given["force"], progress=Progress(quiet=given["quiet"]))
+    if not outcomes:  # another of the processes that share the run says it
+        return
     if given["json"]:
         records = [outcome.record.to_json().strip() for outcome in outcomes]
         _write(records[0] if seeds is None else "[" + ",\n".join(records) + "]")
     else:
         _show(outcomes)
+
+
+def _estimate(config: RunConfig, json: bool) -> None:
+    from decaybench.core.files import readable_json
+    from decaybench.harness.estimate import estimate
+
+    found = estimate(config)
+    if json:
+        _write(readable_json(found.plain()))
+    else:
+        _print(found)
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -149,7 +149,8 @@ def test_list_of_one_architecture(name: str) -> None:
 def test_the_smoke_learning_rate_that_is_listed_is_the_one_that_runs_take() -> None:
     for name in architectures():
         for entry in json.loads(bench("list", name, "--json").out)["presets"]:
-            (config,) = configure(entry["task"], preset=entry["name"], flags={"model.name": name})
+            flags = {"model.name": name}
+            (config,) = configure(entry["task"], preset=entry["name"], flags=flags, without_data=True)
             assert entry["learning rate"] == config.training.learning_rate
 
 

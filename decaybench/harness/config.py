@@ -29,12 +29,13 @@ Factor = Annotated[float, Field(ge=0, lt=1)]
 class TrainingConfig(Config):
     """How a model is trained: the order of the data, the optimiser and its schedule."""
 
-    plan: Literal["mastery", "epochs"] = Field(
+    plan: Literal["mastery", "epochs", "mix"] = Field(
         default="mastery",
-        description="mastery: the next stage when this one is mastered; epochs: every stage's examples in each epoch",
+        description="mastery: the next stage when this one is mastered; epochs: every stage's examples in each epoch; "
+        "mix: each stage in its share of the batches, task text",
     )
     steps: int | None = Field(
-        default=None, ge=1, description="optimiser steps; none: 1500 with plan mastery, all epochs with plan epochs"
+        default=None, ge=1, description="optimiser steps; none: all epochs with plan epochs, else 1500"
     )
     epochs: int = Field(default=1, ge=1, description="passes over the examples, plan epochs only")
     mastery: float = Field(
@@ -58,6 +59,9 @@ class TrainingConfig(Config):
         default="hold",
         description="hold: constant to `hold`, then cosine to 0; cosine: to 0; by-epoch: constant within an epoch",
     )
+    floor: float | None = Field(
+        default=None, ge=0, description="learning rate at the end, schedules hold and cosine only; none: 0"
+    )
     warmup: int = Field(default=30, ge=0, description="steps of linear warm-up")
     hold: float = Field(default=0.6, ge=0, le=1, description="share of steps before the cosine, schedule hold only")
     weight_decay: float = Field(default=0.1, ge=0, description="AdamW's, on weights of two or more dimensions")
@@ -67,6 +71,14 @@ class TrainingConfig(Config):
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="of matrix products; bfloat16: autocast, parameters and decays stay float32"
     )
+
+    @model_validator(mode="after")
+    def _floor_below_the_rate(self) -> TrainingConfig:
+        if self.floor is not None and self.schedule not in ("hold", "cosine"):
+            raise ValueError(f"training.floor is for schedules hold and cosine, not {self.schedule}")
+        if self.floor is not None and self.floor > self.learning_rate:
+            raise ValueError(f"training.floor={self.floor:g} is above training.learning_rate={self.learning_rate:g}")
+        return self
 
     @field_validator("label_noise")
     @classmethod
@@ -89,6 +101,23 @@ class RunConfig(Config):
     out: str = Field(default="runs", description="folder of run folders")
     batch_tokens: int = Field(default=16_384, ge=1, description="tokens an evaluation batch")
     checkpoint_seconds: float = Field(default=20.0, ge=0, description="time between checkpoints, s; 0: every step")
+    keep: int | None = Field(
+        default=None, ge=1, description="steps between checkpoints that stay; none: the last two alone stay"
+    )
+    micro_batch_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens that a process trains on at once, gradients of a step's batch added up; none: on all",
+    )
+    recompute: bool = Field(
+        default=False, description="blocks' activations are made again for the gradients, not kept: less memory"
+    )
+    parallel: Literal["ddp", "fsdp"] = Field(
+        default="ddp", description="how torchrun's processes share a training: ddp copies the model, fsdp shards it"
+    )
+    tensorboard: bool = Field(
+        default=False, description="write what log.jsonl gets to the run's tensorboard/ too (extra tensorboard)"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -101,13 +130,18 @@ class RunConfig(Config):
             raise ValueError("task.name is missing: mqar or niah, for example")
         entry = get_task(data["task"]["name"])
         task = parse(entry.config, data["task"], "task")
+        training = data.setdefault("training", {})
+        if isinstance(training, dict):
+            data["training"] = {"plan": entry.task.plan, **training}
         model = data.setdefault("model", {})
         if isinstance(model, dict) and data.get("checkpoint") is None:
             model.setdefault("vocab_size", make_task(task).vocab_size)
             if isinstance(model.get("post"), dict) and model["post"].get("horizon") is None:
                 model["post"]["horizon"] = task.train_length
         asked = data.get("evaluation")
-        evaluation = parse(entry.evaluation, {} if asked is None else asked, "evaluation")
+        if asked is None or isinstance(asked, Mapping):
+            asked = {**make_task(task).evaluation_defaults(), **(asked or {})}
+        evaluation = parse(entry.evaluation, asked, "evaluation")
         return data | {"task": task, "evaluation": evaluation, "model": parse(ModelConfig, model, "model")}
 
     @model_validator(mode="after")
@@ -128,7 +162,7 @@ class RunConfig(Config):
     def evaluation_hash(self) -> str:
         """Hash of all that the answers of a model are a function of: what is asked, in which batches and dtype."""
         task = make_task(self.task)
-        rules = self.task.plain() | {"stages": None}
+        rules = self.task.identity() | {"stages": None}
         asked = self.evaluation.plain() | {"lengths": self.eval_lengths()}
         return digest(
             without_absent([HARNESS_VERSION, task.version, rules, asked, self.batch_tokens, self.training.dtype])
@@ -173,7 +207,7 @@ def training_hash(
 
     The task's stages enter as they are resolved: a change of its default curriculum is another training.
     """
-    data = task.config.plain() | {"stages": [stage.plain() for stage in task.stages()]}
+    data = task.config.identity() | {"stages": [stage.plain() for stage in task.stages()]}
     return digest(without_absent([harness_version, model, task.version, data, training, seed]))
 
 
@@ -184,8 +218,8 @@ def make_config(*layers: Mapping[str, Any]) -> RunConfig:
         merge(data, _as_data(layer))
     config = parse(RunConfig, data)
     if config.checkpoint is None:  # a checkpoint brings its own training length: the run checks against that one
-        evaluation_cells(make_task(config.task), config.evaluation, config.task.train_length)
         make_plan(make_task(config.task).stages(), config.training, config.seed)
+        evaluation_cells(make_task(config.task), config.evaluation, config.task.train_length)
         _build_without_values(config.model)
     return config
 
@@ -195,7 +229,8 @@ def evaluation_cells(task: Task[Any, Any, Any], evaluation: EvaluationConfig, tr
 
     Raises UserError where a length or a cell can't exist or is asked for twice.
     """
-    lengths = [_length(text, train_length) for text in evaluation.lengths] if evaluation.uses_lengths else []
+    asked = () if "lengths" in evaluation.ignored else evaluation.lengths
+    lengths = [_length(text, train_length) for text in asked]
     if len(set(lengths)) < len(lengths):
         raise UserError(f"--eval-lengths: {','.join(evaluation.lengths)} names a length twice")
     cells = task.cells(evaluation, lengths)

@@ -2,11 +2,12 @@
 
 `mastery` moves to the next stage when the present one's running accuracy passes a share of what the stage's samples
 allow, and goes back to earlier stages in a share of the batches. `epochs` goes through every stage's fixed examples in
-each epoch.
+each epoch. `mix` gives each stage its share of the batches, evenly spread.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -151,6 +152,28 @@ class EpochPlan(Plan):
         return stage, np.arange(first, last, dtype=np.int64)
 
 
+class MixPlan(Plan):
+    """One stage, or two that each have their share of the batches; a function of the step alone.
+
+    The second stage has floor(s share) of the first s batches, evenly spread, and no sample of a stage comes twice.
+    """
+
+    def __init__(self, stages: Sequence[Stage], config: TrainingConfig) -> None:
+        shares = [stage.share for stage in stages if stage.share is not None]
+        if len(shares) < len(stages) or len(shares) > 2 or not math.isclose(math.fsum(shares), 1.0):
+            raise UserError("training.plan=mix needs stages that have shares of the batches, as those of task text")
+        self.total_steps = config.steps or 1500
+        self._sizes = [samples_a_batch(stage, config) for stage in stages]
+        self._share = shares[1] if len(shares) == 2 else 0.0
+
+    def next(self, step: int) -> tuple[int, NDArray[np.int64]]:
+        before = math.floor(step * self._share)
+        stage = math.floor((step + 1) * self._share) - before
+        size = self._sizes[stage]
+        first = size * (before if stage else step - before)
+        return stage, np.arange(first, first + size, dtype=np.int64)
+
+
 def make_plan(
     stages: Sequence[Stage], config: TrainingConfig, seed: int, ceilings: Sequence[float | None] | None = None
 ) -> Plan:
@@ -158,6 +181,10 @@ def make_plan(
 
     ceilings: the best accuracy that each stage's samples allow, by which plan mastery judges; None: 1 for all.
     """
+    if config.plan == "mix":
+        return MixPlan(stages, config)
+    if any(stage.share not in (None, 1.0) for stage in stages):
+        raise UserError(f"training.plan={config.plan} doesn't mix: stages with shares of the batches need plan mix")
     if config.plan == "mastery":
         return MasteryPlan(stages, config, seed, ceilings)
     return EpochPlan(stages, config, seed)

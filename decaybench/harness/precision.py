@@ -129,7 +129,7 @@ def _check_alike(paths: Sequence[Path], runs: Sequence[RunConfig], cells: Sequen
         for what in first:
             if asked[what] == first[what]:
                 continue
-            free = run.evaluation.uses_lengths and runs[0].evaluation.uses_lengths
+            free = not any("variants" in other.evaluation.ignored for other in (run, runs[0]))
             remedy = "say --variant" if what == "variant" and free else "draw each alone"
             raise UserError(f"{what} is {asked[what]} in {path}, {first[what]} in {paths[0]}: {remedy}")
 
@@ -166,7 +166,7 @@ def _names(paths: Sequence[Path], runs: Sequence[RunConfig], noises: Sequence[fl
 def _cells(run: RunConfig, lengths: Sequence[str] | None, variant: str | None) -> list[Cell]:
     """The cells of one variant at these lengths, or those that the evaluation lists one by one."""
     evaluation = run.evaluation
-    if evaluation.uses_lengths:
+    if "variants" not in evaluation.ignored:
         asked = {"lengths": list(lengths or LENGTHS), **({} if variant is None else {"variants": [variant]})}
         evaluation = parse(type(evaluation), evaluation.plain() | asked, "evaluation")
     elif lengths is not None:

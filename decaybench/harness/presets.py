@@ -6,12 +6,14 @@ Sources: Zoology (arXiv 2312.04927, its configurations of figure 2), Based (arXi
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decaybench.core.config import apply_settings, nested, read_yaml
+from decaybench.core.config import apply_settings, merge, nested, read_yaml
 from decaybench.core.errors import UserError
 from decaybench.core.names import unknown
 from decaybench.harness.addons import ADDONS
@@ -21,6 +23,7 @@ from decaybench.models.checkpoints import Checkpoint, find_checkpoint
 from decaybench.models.registry import get_architecture
 from decaybench.results.run_folder import RunFolder
 from decaybench.tasks.registry import get_task
+from decaybench.tasks.text import mix_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class Preset:
     """Settings for a run. models: each architecture's sizes; run: all else; others: sizes of an architecture that is
     not among them (None: there are none, a published protocol's say).
 
-    learning_rates: the protocol's grid by architecture, `*` for all others; a run takes its middle one.
+    learning_rates: the protocol's grid by architecture, `*` for all others; a run takes its middle one. training: what
+    of the training is an architecture's own.
     """
 
     description: str
@@ -36,6 +40,7 @@ class Preset:
     run: dict[str, Any]
     learning_rates: dict[str, tuple[float, ...]] = field(default_factory=dict)
     others: dict[str, Any] | None = None
+    training: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def learning_rate(self, model: str) -> float | None:
         """The middle of the grid (the upper one of two); None: the preset has no grid."""
@@ -166,6 +171,37 @@ def _post(state: str, d_model: int, heads: int) -> Preset:
     )
 
 
+def _sizes_of(size: str) -> dict[str, dict[str, Any]]:
+    """Each architecture's language model, with the vocabulary of whatever the data were made with."""
+    found = {name: models.preset(size, name) for name in models.PRESETS[size]}
+    return {name: {key: value for key, value in sizes.items() if key != "vocab_size"} for name, sizes in found.items()}
+
+
+def _language_model(size: str, tokens: float, rate: float, **run: Any) -> Preset:
+    """PoST's protocol: 524,288 tokens a step, warm-up over 1 % of the steps, then a cosine to 1e-5."""
+    batch = 2**19
+    steps = math.ceil(tokens / batch)
+    return Preset(
+        f"PoST's language model of {size.upper()}: {tokens:.0e} tokens, context 2048; evaluated at 1x to 8x",
+        _sizes_of(size),
+        {
+            "task": {"train_length": 2048},
+            "training": {
+                "steps": steps,
+                "batch_tokens": batch,
+                "schedule": "cosine",
+                "warmup": round(steps / 100),
+                "floor": 1e-5,
+                "dtype": "bfloat16",
+            },
+            "checkpoint_seconds": 600.0,
+            **run,
+        },
+        {"*": (rate,)},
+        training={"rwkv7": {"betas": [0.9, 0.99], "eps": 1e-18}},
+    )
+
+
 PRESETS: dict[str, dict[str, Preset]] = {
     "mqar": {
         "smoke": Preset(
@@ -195,6 +231,17 @@ PRESETS: dict[str, dict[str, Preset]] = {
             _SMOKE_OTHERS,
         ),
     },
+    "lambada": {
+        "smoke": Preset(
+            "two CPU cores, minutes: stories of T = 128, tested at 1x to 8x",
+            _SMOKE_MODELS,
+            {"evaluation": {"samples": 200}},
+            # With 1e-2 one of two seeds of mamba2 learned half as fast. The others' weren't varied: rwkv7,
+            # gated_deltanet, gla and retnet learn to the end; attention hadn't left the first stage after 1,150 steps.
+            _MQAR_RATES,
+            _SMOKE_OTHERS,
+        ),
+    },
     "niah": {
         "smoke": Preset(
             "two CPU cores, minutes: T = 128, tested at 1x to 8x",
@@ -203,6 +250,22 @@ PRESETS: dict[str, dict[str, Preset]] = {
             _NIAH_RATES,
             _SMOKE_OTHERS,
         ),
+    },
+    "text": {
+        "micro": Preset(
+            "a CPU, about an hour: 2M parameters, T = 1024, evaluated at 1x to 8x",
+            _sizes_of("micro"),
+            {
+                "task": {"train_length": 1024},
+                "training": {"steps": 2400, "batch_tokens": 4096, "schedule": "cosine", "warmup": 100, "floor": 1e-4},
+                "evaluation": {"samples": 16},
+                "micro_batch_tokens": 4096,
+            },
+            {"*": (3e-3,)},
+        ),
+        "180m": _language_model("180m", 4e9, 6e-4, micro_batch_tokens=2**14),
+        "440m": _language_model("440m", 9e9, 3e-4, micro_batch_tokens=2**13),
+        "1.5b": _language_model("1.5b", 3e10, 2e-4, micro_batch_tokens=2**13, recompute=True, parallel="fsdp"),
     },
 }
 
@@ -223,12 +286,18 @@ def preset_layer(task: str, name: str, model: str) -> dict[str, Any]:
         known = ", ".join(sorted(preset.models))
         raise UserError(f"preset {name} of {task} has no sizes for model {model!r}; it has them for: {known}")
     rate = preset.learning_rate(model)
+    training = {**preset.run.get("training", {}), **preset.training.get(model, {})}
     return {
         **preset.run,
         "task": {"name": task, **preset.run.get("task", {})},
         "model": {"name": model, **sizes},
-        "training": {**preset.run.get("training", {}), **({} if rate is None else {"learning_rate": rate})},
+        "training": training if rate is None else {**training, "learning_rate": rate},
     }
+
+
+def default_preset(task: str) -> str:
+    """The one for a machine without a GPU, the first of them."""
+    return next(iter(PRESETS[task]))
 
 
 def configure(
@@ -239,13 +308,17 @@ def configure(
     flags: Mapping[str, Any] | None = None,
     settings: Iterable[str] = (),
     seeds: Sequence[int] | None = None,
+    without_data: bool = False,
 ) -> list[RunConfig]:
     """The runs that a command line asks for, one a seed: preset < file < flags < settings.
 
-    flags: settings by dotted key, None where a flag wasn't given; settings: `key=value` texts.
+    flags: settings by dotted key, None where a flag wasn't given; settings: `key=value` texts. without_data: a run of
+    task text may name none, and then has the vocabulary of PoST's language models; it can be looked at, not done.
     Raises UserError with one line on the first thing that is wrong.
     """
     given = {key: value for key, value in (flags or {}).items() if value is not None}
+    with contextlib.suppress(KeyError, ValueError):  # written out, --set task.mix.variants adds to it
+        given["task.mix"] = mix_of(given["task.mix"])
     settings = list(settings)
     if seeds is not None and len(set(seeds)) < len(seeds):
         raise UserError("--seeds: a seed stands there twice")
@@ -266,18 +339,27 @@ def configure(
         _check_nothing_trained(keys, preset, seeds)
         base = _checkpoint_layer(task, Path(str(checkpoint)))
     elif file is None or preset is not None:
-        base = preset_layer(task, preset or "smoke", str(_said(layers, "model", "name") or "mamba2"))
+        base = preset_layer(task, preset or default_preset(task), str(_said(layers, "model", "name") or "mamba2"))
     else:
         base = {}
+    if without_data and task == "text" and _said(layers, "task", "data") is None:
+        base = merge({"task": {"vocab_size": models.POST_VOCABULARY}}, base)
     several: Sequence[int | None] = [None] if seeds is None else seeds
     configs = [
         make_config({"task": {"name": task}}, base, *layers, *([] if seed is None else [{"seed": seed}]))
         for seed in several
     ]
-    ignored = [key for key in ("evaluation.lengths", "evaluation.variants") if key in given]
-    if ignored and not configs[0].evaluation.uses_lengths:
-        raise UserError(f"{ignored[0]} would be ignored: evaluation.pairs names the cells one by one")
+    for name, reason in configs[0].evaluation.ignored.items():
+        if f"evaluation.{name}" in given:
+            raise UserError(f"evaluation.{name} would be ignored: {reason}")
     return configs
+
+
+# What else is of no use where nothing is trained.
+_OF_TRAINING = (
+    *("task.train_length", "task.stages", "task.mix"),
+    *("keep", "micro_batch_tokens", "recompute", "parallel", "tensorboard"),
+)
 
 
 def _said(layers: Sequence[Mapping[str, Any]], *path: str) -> Any:
@@ -299,12 +381,12 @@ def _check_nothing_trained(keys: Iterable[str], preset: str | None, seeds: Seque
         "seed": "--seed",
         "task.train_length": "--train-length",
         "training.label_noise": "--label-noise",
+        "task.mix": "--mix",
     }
     unused = [
         flags.get(key, key)
         for key in keys
-        if (key.partition(".")[0] in ("model", "training", "seed") and key != "training.dtype")
-        or key in ("task.train_length", "task.stages")
+        if (key.partition(".")[0] in ("model", "training", "seed") and key != "training.dtype") or key in _OF_TRAINING
     ]
     unused += ["--preset"] * (preset is not None) + ["--seeds"] * (seeds is not None)
     if unused:
@@ -321,7 +403,7 @@ def _checkpoint_layer(task: str, path: Path) -> dict[str, Any]:
         if theirs.split()[0] == ours.split()[0]:  # one command with and without a flag: a slip, not a transfer
             raise UserError(f"checkpoint {path} is of task {config.task.name}, not {task}: use `bench {theirs}`")
         return {}
-    return {"task": config.task, "training": {"dtype": config.training.dtype}}
+    return {"task": config.task.said(), "training": {"dtype": config.training.dtype}}
 
 
 def run_config_of(checkpoint: Checkpoint) -> RunConfig | None:

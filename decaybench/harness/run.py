@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from decaybench.core.config import parse
 from decaybench.core.errors import RunError, UserError
 from decaybench.harness.config import HARNESS_VERSION, RunConfig, evaluation_cells, make_config, read_run_config
+from decaybench.harness.distributed import World, expected_processes, joined
 from decaybench.harness.environment import environment, peak_memory, resolve_device
 from decaybench.harness.evaluation import Evaluated, evaluate
 from decaybench.harness.model_info import model_info
@@ -32,7 +33,11 @@ from decaybench.results.record import (
     seal,
 )
 from decaybench.results.run_folder import EvaluationFolder, RunFolder
+from decaybench.tasks.base import Cell
 from decaybench.tasks.registry import make_task
+
+_MILLION = 1_000_000
+_MANY_TOKENS = 10 * _MILLION  # of an evaluation: many minutes for a small language model on a CPU
 
 
 @dataclass(frozen=True)
@@ -68,13 +73,21 @@ def _memory() -> Iterator[None]:
         out = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
         if not out:
             raise
-        raise RunError("out of memory; try a smaller batch_tokens, shorter lengths or a smaller model") from error
+        raise RunError(
+            "out of memory; try a smaller batch_tokens or micro_batch_tokens, shorter lengths or a smaller model"
+        ) from error
 
 
 @_memory()
 def carry_out(config: RunConfig, *, force: bool = False, progress: Progress) -> Outcome:
-    """`run`, and where its results lie."""
+    """`run`, and where its results lie; in each of the processes that share it."""
     device = resolve_device(config.device)
+    with joined(device) as world:
+        return _carry_out(config, force, world.progress(progress), world)
+
+
+def _carry_out(config: RunConfig, force: bool, progress: Progress, world: World) -> Outcome:
+    device = world.device
     checkpoint, train_length = None, None
     if config.checkpoint is not None:
         checkpoint = find_checkpoint(Path(config.checkpoint))
@@ -83,37 +96,61 @@ def carry_out(config: RunConfig, *, force: bool = False, progress: Progress) -> 
         train_length = config.task.train_length
     task = make_task(config.task)
     cells = evaluation_cells(task, config.evaluation, train_length)
+    task.ready(cells, config.evaluation.samples)
     backend, why = resolve_backend(config.backend, config.model.name)
-    folder = RunFolder.open(config.folder(checkpoint.sha256 if checkpoint else config.training_hash), force=force)
+    folder = RunFolder(config.folder(checkpoint.sha256 if checkpoint else config.training_hash))
+    if world.first:
+        folder = RunFolder.open(folder.path, force=force)
     evaluation = folder.evaluation(config.evaluation_hash[:12])
-    with folder.lock():
-        if evaluation.is_complete():
+    with folder.lock() if world.first else nullcontext():
+        if world.tell(evaluation.is_complete()):
             progress.say(f"already done: {evaluation.record_path}")
             return Outcome(_kept_record(evaluation), folder, evaluation)
-        _keep_config(config, folder)
+        if world.first:
+            _keep_config(config, folder)
+            evaluation.write_paths({key: value for key in config.task.paths if (value := getattr(config.task, key))})
         progress.say(f"{config.task.name} {config.model.cell} on {device}; backend {backend} ({why}); {folder.path}")
-        for remark in task.remarks(cells):
+        for remark in [*task.remarks(cells), *_much(config, cells)]:
             progress.say(remark)
         if checkpoint:
             model, training, seconds = checkpoint.model(device=device, backend=backend), None, None
         else:
-            model, training, seconds = train(config, folder, device=device, backend=backend, progress=progress)
+            model, training, seconds = train(
+                config, folder, device=device, backend=backend, progress=progress, world=world
+            )
         model.eval()
-        found = evaluate(model, config, evaluation, train_length=train_length, device=device, progress=progress)
-        spectrum = model_spectrum(model, config.seed, train_length)
-        record = _record(config, model, training, checkpoint, found, spectrum, device, seconds)
-        _draw(record, spectrum, evaluation.figures)
-        evaluation.write_record(record)
+        found = evaluate(
+            model, config, evaluation, train_length=train_length, device=device, progress=progress, world=world
+        )
+        record = None
+        if world.first:
+            spectrum = model_spectrum(model, config.seed, train_length)
+            record = _record(config, model, training, checkpoint, found, spectrum, world, seconds)
+            _draw(record, spectrum, evaluation.figures)
+            evaluation.write_record(record)
+        record = world.tell(record)
+        assert record is not None
     return Outcome(record, folder, evaluation)
 
 
 def carry_out_all(configs: Sequence[RunConfig], *, force: bool = False, progress: Progress) -> list[Outcome]:
-    """One run after the other."""
-    return [carry_out(config, force=force, progress=progress) for config in configs]
+    """One run after the other. Empty in a process that isn't the first of those that share them: nobody reads it."""
+    if expected_processes() == 1 or not configs:
+        return [carry_out(config, force=force, progress=progress) for config in configs]
+    with joined(resolve_device(configs[0].device)) as world:
+        outcomes = [carry_out(config, force=force, progress=progress) for config in configs]
+    return outcomes if world.first else []
 
 
 def _with_model_of(checkpoint: Checkpoint, config: RunConfig) -> RunConfig:
-    wanted, has = make_task(config.task).vocab_size, checkpoint.config.vocab_size
+    asked = make_task(config.task)
+    reader, learned = asked.tokenizer_sha256, checkpoint.facts.get("tokenizer_sha256")
+    if reader is not None and learned is not None and reader != learned:
+        raise UserError(
+            f"checkpoint {checkpoint.folder} was trained with another tokenizer (sha256 {str(learned)[:12]}…) than "
+            f"task {asked.name} reads by ({reader[:12]}…): name its own by --tokenizer"
+        )
+    wanted, has = asked.vocab_size, checkpoint.config.vocab_size
     if has < wanted:
         raise UserError(
             f"checkpoint {checkpoint.folder} has a vocabulary of {has} tokens; task {config.task.name} needs {wanted}"
@@ -122,6 +159,18 @@ def _with_model_of(checkpoint: Checkpoint, config: RunConfig) -> RunConfig:
     if checkpoint.train_length is not None:
         task = parse(type(task), {**task.plain(), "train_length": checkpoint.train_length}, "task")
     return config.model_copy(update={"model": checkpoint.config, "seed": checkpoint.facts["seed"], "task": task})
+
+
+def _much(config: RunConfig, cells: Sequence[Cell]) -> list[str]:
+    """What an evaluation of many tokens will take, before hours have gone into it."""
+    samples = config.evaluation.samples
+    tokens = samples * sum(cell.shape.length for cell in cells)
+    if tokens < _MANY_TOKENS:
+        return []
+    return [
+        f"the evaluation reads {tokens / _MILLION:,.0f} million tokens at most, {samples:,} samples in each of "
+        f"{len(cells)} cells; --samples and --eval-lengths ask for fewer"
+    ]
 
 
 def _keep_config(config: RunConfig, folder: RunFolder) -> None:
@@ -152,7 +201,7 @@ def _record(
     checkpoint: Checkpoint | None,
     found: Evaluated,
     spectrum: Spectrum,
-    device: str,
+    world: World,
     train_seconds: float | None,
 ) -> Record:
     task = make_task(config.task)
@@ -161,7 +210,7 @@ def _record(
         "task": TaskInfo(
             name=task.name,
             version=task.version,
-            config=config.task.plain(),
+            config=config.task.for_record(),
             evaluation=config.evaluation.plain(),
             metric=task.metric,
             data_hash=found.data_hash,
@@ -172,13 +221,15 @@ def _record(
         "seed": config.seed,
         "cells": found.cells,
         "spectrum": spectrum.info(),
-        "environment": environment(device, config.training.dtype, config.batch_tokens),
+        "environment": environment(world.device, config.training.dtype, config.batch_tokens).model_copy(
+            update={"processes": world.size if world.size > 1 else None}
+        ),
         "cost": Cost(
             train_seconds=train_seconds,
             evaluation_seconds=found.seconds,
             train_tokens_per_second=training.tokens / train_seconds if training and train_seconds else None,
             evaluation_tokens_per_second=found.tokens / found.seconds if found.tokens and found.seconds else None,
-            peak_memory_bytes=peak_memory(device),
+            peak_memory_bytes=peak_memory(world.device),
         ),
         "comparable_to": None,
     }

@@ -71,6 +71,6 @@ def _scores(config: RunConfig, model: LanguageModel, task: Task[Any, Any, Any], 
         batch = task.batch(cell.shape, "test", config.evaluation.seed, indices)
         with matmul_dtype(config.training.dtype, device):
             right = np.zeros(batch.labels.shape, dtype=np.int64)
-            right[batch.asked] = predict(model, batch, device) == batch.labels[batch.asked]
+            right[batch.asked] = predict(model, batch, device).first == batch.labels[batch.asked]
         found.append(score(task.metric, right.sum(1), batch.asked.sum(1)))
     return np.concatenate(found)

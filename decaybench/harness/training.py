@@ -2,31 +2,48 @@
 
 A checkpoint holds the weights, the optimiser's averages and the plan's state; everything else is a function of the
 step. So a run that was killed, however often, ends with the weights of one that wasn't (on the same machine).
+
+The loss of a step is the sum over its batch's labels over their number, whoever computes which part of it: a batch may
+be cut into parts that are computed one after the other, and shared among processes (harness.distributed). Checkpoints
+hold whole tensors, so any number of processes goes on from one.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from decaybench.core.errors import RunError, UserError
 from decaybench.core.hashing import key64
 from decaybench.harness.config import RunConfig, TrainingConfig
+from decaybench.harness.distributed import (
+    ALONE,
+    World,
+    clip_gradients,
+    optimiser_groups,
+    part_of_step,
+    placed_like,
+    whole,
+)
 from decaybench.harness.interrupt import Stop
 from decaybench.harness.plans import Plan, make_plan
 from decaybench.harness.progress import Progress
+from decaybench.harness.tensorboard import tensorboard
 from decaybench.models.checkpoints import (
+    MODEL_FILE,
     Checkpoint,
     checkpoints_in,
     read_checkpoint,
@@ -65,6 +82,7 @@ class _Work:
     """All that changes while training."""
 
     model: LanguageModel
+    objective: nn.Module
     optimiser: torch.optim.Optimizer
     plan: Plan
     averages: _Averages
@@ -75,23 +93,40 @@ class _Work:
     seconds: float = 0.0
 
 
+class Objective(nn.Module):
+    """What training makes small, as one module that processes can share."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The sum of the labels' cross-entropies (nats), and how many were the first choice. All int64 [B, T]."""
+        scores = self.model.score(tokens, labels, positions)
+        return scores.nats.sum(), (scores.first == labels[labels != IGNORED]).sum()
+
+
 def train(
-    config: RunConfig, folder: RunFolder, *, device: str, backend: str, progress: Progress
+    config: RunConfig, folder: RunFolder, *, device: str, backend: str, progress: Progress, world: World = ALONE
 ) -> tuple[LanguageModel, TrainingInfo, float]:
     """Train the model of `config` in `folder`, or go on where a run before stopped, or load its finished weights.
 
-    Returns the model, what the record says of its training, and the seconds that training took in all. Says so where
-    training ended before a sequence of train_length was reached.
+    world: the processes that share the work; each returns the whole model. Returns the model, what the record says of
+    its training, and the seconds that training took in all. Says so where training ended before a sequence of
+    train_length was reached.
     Raises UserError on a damaged folder, RunError when training diverges or the disk is full, and
     InterruptedRunError on Ctrl-C.
     """
-    work = _start(config, device, backend)
-    _resume(work, config, folder, progress)
+    work = _start(config, folder, device, backend, progress, world)
     stages = make_task(config.task).stages()
     if work.step < work.plan.total_steps:
-        _train_on(work, config, stages, folder, device, progress)
+        _train_on(work, config, stages, folder, device, progress, world)
     _say_what_was_not_reached(work, config, stages, progress)
-    return work.model, _info(work, config, stages), work.seconds
+    model = work.model
+    if world.size > 1 and config.parallel == "fsdp":
+        weights = {name: whole(value) for name, value in model.state_dict().items()}
+        model = _model_of(config, weights, backend).to(device)
+    return model, _info(work, config, stages), work.seconds
 
 
 def parameter_groups(model: LanguageModel, weight_decay: float) -> list[dict[str, Any]]:
@@ -121,27 +156,32 @@ def learning_rate(config: TrainingConfig, step: int, plan: Plan) -> float:
     if config.schedule in ("hold", "cosine"):
         start = config.hold * total if config.schedule == "hold" else 0.0
         passed = max(0.0, step - start) / max(1.0, total - start)
-        return config.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * passed))
+        floor = config.floor or 0.0
+        return (config.learning_rate - floor) * rise * 0.5 * (1 + math.cos(math.pi * passed)) + floor * rise
     epoch = step // (plan.steps_by_epoch or total)
     if config.schedule == "linear-by-epoch":
         return config.learning_rate * rise * (config.epochs - epoch) / config.epochs
     return config.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * epoch / config.epochs))
 
 
-def loss_and_hits(model: LanguageModel, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def loss_and_hits(
+    model: LanguageModel, tokens: Tensor, labels: Tensor, positions: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Mean cross-entropy over the labels (nats), and whether each was the first choice, bool [n].
 
-    tokens, labels: int64 [B, T]; the head is applied at labels only.
+    tokens, labels, positions: int64 [B, T] (`tasks.base.Batch`); the head is applied at labels only.
     """
     asked = labels != IGNORED
-    logits = model(tokens, logits_at=asked).logits.float()
+    where = {} if positions is None else {"positions": positions}
+    logits = model(tokens, logits_at=asked, **where).logits.float()
     wanted = labels[asked]
     return F.cross_entropy(logits, wanted), logits.detach().argmax(-1) == wanted
 
 
-def to_tensors(batch: Batch, device: str) -> tuple[Tensor, Tensor]:
-    """A batch's tokens and labels on a device."""
-    return tuple(torch.from_numpy(part).to(device) for part in (batch.tokens, batch.labels))  # type: ignore[return-value]
+def to_tensors(batch: Batch, device: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A batch's tokens, labels and positions on a device."""
+    tokens, labels = (torch.from_numpy(part).to(device) for part in (batch.tokens, batch.labels))
+    return tokens, labels, None if batch.positions is None else torch.from_numpy(batch.positions).to(device)
 
 
 @contextmanager
@@ -151,51 +191,108 @@ def matmul_dtype(dtype: str, device: str) -> Iterator[None]:
         yield
 
 
-def _start(config: RunConfig, device: str, backend: str) -> _Work:
-    training = config.training
+def _start(config: RunConfig, folder: RunFolder, device: str, backend: str, progress: Progress, world: World) -> _Work:
+    """The model and all that changes with it, where the newest checkpoint left them, shared among the processes."""
+    training, task = config.training, make_task(config.task)
+    stages = task.stages()
+    ceilings = [task.ceiling(stage.shape) for stage in stages] if training.plan == "mastery" else None
+    plan = make_plan(stages, training, config.seed, ceilings)
     model = build_model(config.model, config.seed, device=device, backend=backend)
+    if config.recompute:
+        _recompute(model)
+    found = _checkpoint(config, folder, progress, world)
+    if found is not None:
+        model.load_state_dict(found.tensors(MODEL_FILE))
+    objective = world.shared(Objective(model), list(model.blocks), config.parallel)
     optimiser = torch.optim.AdamW(
-        parameter_groups(model, training.weight_decay),
+        optimiser_groups(parameter_groups(model, training.weight_decay)),
         lr=training.learning_rate,
         betas=training.betas,
         eps=training.eps,
         fused=True,
     )
-    task = make_task(config.task)
-    stages = task.stages()
-    ceilings = [task.ceiling(stage.shape) for stage in stages] if training.plan == "mastery" else None
-    plan = make_plan(stages, training, config.seed, ceilings)
-    return _Work(model, optimiser, plan, _Averages(), [0] * len(stages), config.seed)
+    work = _Work(model, objective, optimiser, plan, _Averages(), [0] * len(stages), config.seed)
+    if found is not None:
+        _go_on(work, found, progress)
+    return work
+
+
+def _recompute(model: LanguageModel) -> None:
+    """Blocks keep what goes into them and not what they make of it, which is made again for the gradients."""
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def _train_on(
-    work: _Work, config: RunConfig, stages: Sequence[Stage], folder: RunFolder, device: str, progress: Progress
+    work: _Work,
+    config: RunConfig,
+    stages: Sequence[Stage],
+    folder: RunFolder,
+    device: str,
+    progress: Progress,
+    world: World,
 ) -> None:
     task, total = make_task(config.task), work.plan.total_steps
     work.model.train()
     started, saved, saving = time.monotonic() - work.seconds, time.monotonic(), 0.0
-    with Stop() as stop, progress.bar("training", total, work.step) as show:
+    with Stop() as stop, progress.bar("training", total, work.step) as show, _log(config, folder, work, world) as log:
         while work.step < total:
             number, indices = work.plan.next(work.step)
-            batch = _training_batch(task, config, stages[number].shape, indices)
-            loss, accuracy = _one_step(work, config.training, batch, device)
+            parts = _parts(task, config, stages[number].shape, indices, world)
+            loss, accuracy = _one_step(work, config, parts, device, world)
             moved = work.plan.saw(work.step, number, accuracy)
             work.averages.saw(loss, accuracy)
             work.batches[number] += 1
             work.step += 1
-            work.tokens += batch.tokens.size
             work.seconds = time.monotonic() - started
             shape = stages[work.plan.stage].shape
             show(work.step, f"loss {work.averages.loss:.3f}  accuracy {work.averages.accuracy:.3f}  {_name(shape)}")
             if moved or work.step % _LOG_EVERY == 0 or work.step == total:
-                folder.log(_event(work, config.training, loss, accuracy, _name(shape)))
+                log(_event(work, config.training, loss, accuracy, _name(shape)))
             began = time.monotonic()
             due = began - saved > _seconds_between_checkpoints(config, saving)
-            if due or stop.wanted or work.step == total:
-                _save(work, config, stages, folder)
+            # One clock decides for all, and whoever is asked to stop stops all.
+            due, stopping = (n > 0 for n in world.sums(due if world.first else 0, stop.wanted))
+            if due or stopping or work.step == total or _stays(config, work.step):
+                _save(work, config, stages, folder, world)
                 saved = time.monotonic()
                 saving = saved - began
+            stop.wanted = stopping
             stop.raise_if_wanted(f"training stopped at step {work.step} of {total}")
+
+
+@contextmanager
+def _log(
+    config: RunConfig, folder: RunFolder, work: _Work, world: World
+) -> Iterator[Callable[[Mapping[str, float | str]], None]]:
+    """What takes the events of a training: log.jsonl, and TensorBoard's files where they are asked for."""
+    with ExitStack() as opened:
+        takers: list[Callable[[Mapping[str, float | str]], None]] = [folder.log] if world.first else []
+        if world.first and config.tensorboard:
+            takers.append(opened.enter_context(tensorboard(folder.path / "tensorboard", work.step)))
+
+        def log(event: Mapping[str, float | str]) -> None:
+            for take in takers:
+                take(event)
+
+        yield log
+
+
+def _parts(
+    task: Task[Any, Any, Any], config: RunConfig, shape: Shape, indices: NDArray[np.int64], world: World
+) -> list[Batch]:
+    """This process's part of a step's batch, in the parts that are computed at once: as many in every process.
+
+    A process that has fewer samples than others computes one without labels, which changes no gradient.
+    """
+    share = np.array_split(indices, world.size)[world.rank]
+    most = -(-len(indices) // world.size)
+    at_once = most if config.micro_batch_tokens is None else max(1, config.micro_batch_tokens // shape.length)
+    parts = []
+    for some in np.array_split(share, -(-most // at_once)):
+        batch = _training_batch(task, config, shape, some if len(some) else indices[:1])
+        parts.append(batch if len(some) else replace(batch, labels=np.full_like(batch.labels, IGNORED)))
+    return parts
 
 
 def _training_batch(task: Task[Any, Any, Any], config: RunConfig, shape: Shape, indices: NDArray[np.int64]) -> Batch:
@@ -211,48 +308,60 @@ def _seconds_between_checkpoints(config: RunConfig, saving: float) -> float:
     return max(asked, _SAVING_SHARE * saving) if asked else 0.0
 
 
-def _one_step(work: _Work, config: TrainingConfig, batch: Batch, device: str) -> tuple[float, float]:
-    rate = learning_rate(config, work.step, work.plan)
+def _one_step(work: _Work, config: RunConfig, parts: Sequence[Batch], device: str, world: World) -> tuple[float, float]:
+    """Returns the loss, the mean over all labels of all processes, and the accuracy; counts the tokens."""
+    training = config.training
+    rate = learning_rate(training, work.step, work.plan)
     for group in work.optimiser.param_groups:
         group["lr"] = rate * group["factor"]
-    tokens, labels = to_tensors(batch, device)
-    with _dropout_of_step(work), matmul_dtype(config.dtype, device):
-        loss, hits = loss_and_hits(work.model, tokens, labels)
+    asked = [int(part.asked.sum()) for part in parts]
+    tokens = sum(int(part.lengths.sum()) for part, labels in zip(parts, asked, strict=True) if labels)
+    all_labels, all_tokens = world.sums(sum(asked), tokens)
     work.optimiser.zero_grad(set_to_none=True)
-    loss.backward()  # type: ignore[no-untyped-call]
-    norm = torch.nn.utils.clip_grad_norm_(work.model.parameters(), config.clip or math.inf)
+    sums = torch.zeros(2, device=device)
+    with _dropout_of_step(work, world):
+        for number, part in enumerate(parts, start=1):
+            with part_of_step(work.objective, last=number == len(parts)):
+                with matmul_dtype(training.dtype, device):
+                    nats, right = work.objective(*to_tensors(part, device))
+                # Shared gradients are the mean over processes, and the loss is the sum over them.
+                (nats / (all_labels / world.size)).backward()
+            sums += torch.stack([nats.detach(), right])
+    norm = clip_gradients(work.model, training.clip or math.inf)
     # One wait for the device, and before the step: weights that are not numbers must never reach a checkpoint.
-    nats, accuracy, norm_found = torch.stack([loss.detach(), hits.float().mean(), norm]).tolist()
-    for what, number in (("loss", nats), ("gradient's norm", norm_found)):
-        if not math.isfinite(number):
+    *own, norm_found = torch.cat([sums, norm[None]]).tolist()
+    all_nats, all_right = world.sums(*own)
+    loss, accuracy = all_nats / all_labels, float(np.float32(all_right) / np.float32(all_labels))
+    for what, found in (("loss", loss), ("gradient's norm", norm_found)):
+        if not math.isfinite(found):
             raise RunError(
-                f"training diverged at step {work.step}: the {what} is {number}; "
-                f"try a learning rate below training.learning_rate={config.learning_rate:g}"
+                f"training diverged at step {work.step}: the {what} is {found}; "
+                f"try a learning rate below training.learning_rate={training.learning_rate:g}"
             )
     work.optimiser.step()
-    return nats, accuracy
+    work.tokens += int(all_tokens)
+    return loss, accuracy
 
 
 @contextmanager
-def _dropout_of_step(work: _Work) -> Iterator[None]:
+def _dropout_of_step(work: _Work, world: World) -> Iterator[None]:
     """What is dropped is a function of the step, so that a resumed run drops the same; the caller's draws go on."""
     if not work.model.config.embedding_dropout:
         yield
         return
     with torch.random.fork_rng():
-        torch.manual_seed(key64("dropout", work.seed, work.step) >> 1)
+        others = () if world.first else (world.rank,)
+        torch.manual_seed(key64("dropout", work.seed, work.step, *others) >> 1)
         yield
 
 
-def _save(work: _Work, config: RunConfig, stages: Sequence[Stage], folder: RunFolder) -> Checkpoint:
-    names = [name for name, parameter in work.model.named_parameters() if parameter.requires_grad]
-    parameters = dict(work.model.named_parameters())
-    averages = {
-        f"{name}/{key}": value
-        for name in names
-        for key, value in work.optimiser.state[parameters[name]].items()
-        if isinstance(value, Tensor)
-    }
+def _save(work: _Work, config: RunConfig, stages: Sequence[Stage], folder: RunFolder, world: World) -> None:
+    """Every process puts the tensors together, the first one writes them."""
+    sharded = world.size > 1 and config.parallel == "fsdp"
+    weights = _gathered(work.model.state_dict(), world) if sharded else {}
+    averages = _gathered(dict(_averages(work)), world)
+    if not world.first:
+        return
     facts = {
         "step": work.step,
         "tokens": work.tokens,
@@ -265,28 +374,64 @@ def _save(work: _Work, config: RunConfig, stages: Sequence[Stage], folder: RunFo
         "longest_trained": _longest_trained(work, stages),
         "training_hash": config.training_hash,
         **({} if config.training.label_noise is None else {"label_noise": config.training.label_noise}),
+        **({} if (reader := make_task(config.task).tokenizer_sha256) is None else {"tokenizer_sha256": reader}),
     }
+    model = _model_of(config, weights) if sharded else work.model
     path = folder.checkpoint / f"step-{work.step:08d}"
-    written = write_checkpoint(path, work.model, config.seed, facts, {_OPTIMISER_FILE: averages})
+    write_checkpoint(path, model, config.seed, facts, {_OPTIMISER_FILE: averages})
     others = [other for other in checkpoints_in(folder.checkpoint) if other != path]
     before = max((other for other in others if other.name < path.name), default=None)
     for other in others:  # the one before stays, in case the newest is damaged later
-        if other != before:
+        if other != before and not _stays(config, int(other.name.removeprefix("step-"))):
             remove_checkpoint(other)
-    return written
 
 
-def _resume(work: _Work, config: RunConfig, folder: RunFolder, progress: Progress) -> None:
-    found = _newest_intact(folder.checkpoint, progress)
-    if found is None:
-        return
-    if found.facts.get("training_hash") != config.training_hash:
+def _averages(work: _Work) -> Iterator[tuple[str, Tensor]]:
+    """The optimiser's tensors by the name of their parameter."""
+    for name, parameter in work.model.named_parameters():
+        if parameter.requires_grad:
+            for key, value in work.optimiser.state[parameter].items():
+                if isinstance(value, Tensor):
+                    yield f"{name}/{key}", value
+
+
+def _gathered(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
+    """Whole tensors on the CPU, one after the other; only the first process keeps them."""
+    found = {}
+    for name, value in tensors.items():
+        gathered = whole(value)
+        if world.first:
+            found[name] = gathered
+    return found
+
+
+def _model_of(config: RunConfig, weights: Mapping[str, Tensor], backend: str = "torch") -> LanguageModel:
+    model = build_model(config.model, device="meta", backend=backend)
+    model.load_state_dict(weights, assign=True)
+    return model
+
+
+def _stays(config: RunConfig, step: int) -> bool:
+    """Whether the checkpoint of a step is one of those that are never removed."""
+    return config.keep is not None and step % config.keep == 0
+
+
+def _checkpoint(config: RunConfig, folder: RunFolder, progress: Progress, world: World) -> Checkpoint | None:
+    """The checkpoint to go on from, the same for all processes."""
+    found = _newest_intact(folder.checkpoint, progress) if world.first else None
+    name = world.tell(None if found is None else found.folder.name)
+    if found is None and name is not None:
+        found = read_checkpoint(folder.checkpoint / name)
+    if found is not None and found.facts.get("training_hash") != config.training_hash:
         raise UserError(f"checkpoint {found.folder} is another run's; --force starts this run anew")
-    work.model.load_state_dict(found.tensors("model.safetensors"))
+    return found
+
+
+def _go_on(work: _Work, found: Checkpoint, progress: Progress) -> None:
     parameters = dict(work.model.named_parameters())
     for key, value in found.tensors(_OPTIMISER_FILE).items():
         name, _, part = key.rpartition("/")
-        work.optimiser.state[parameters[name]][part] = value.to(parameters[name].device)
+        work.optimiser.state[parameters[name]][part] = placed_like(value, parameters[name])
     facts = found.facts
     try:
         work.step, work.tokens, work.seconds = facts["step"], facts["tokens"], facts["seconds"]

@@ -30,7 +30,7 @@ from decaybench.harness.evaluation import (
     cell_result,
     is_own,
     questions,
-    sample_line,
+    right_line,
     update_digest,
 )
 from decaybench.harness.model_info import parameter_counts, state_elements
@@ -41,18 +41,19 @@ from decaybench.models.registry import architectures
 from decaybench.results.leaderboard import add_record, check_leaderboard, read_leaderboard
 from decaybench.results.record import CellResult, Record, TrainingInfo, check_counts, data_hash, read_record
 from decaybench.results.run_folder import EvaluationFolder, SampleLine, find_evaluations
-from decaybench.tasks.base import Cell, Task
-from decaybench.tasks.registry import get_task
+from decaybench.tasks.base import Cell, MissingDataError, Task
+from decaybench.tasks.registry import TaskEntry, get_task, make_task
 
 _BLOCK_TOKENS = 2**20
+_LIKELIHOODS = ("perplexity", "bits_per_byte", "bits_per_byte_error")  # what log-likelihoods and bytes give
 _SMALL = 5_000_000  # parameters of a model that may be built only to count its state
 
 
-class OtherVersionError(UserError):
-    """A record of another version of its task or of the harness: what it claims can't be recomputed here."""
+class NotRecomputableError(UserError):
+    """What a record claims can't be recomputed here: another version of its task or of the harness, or other files."""
 
-    def __init__(self, what: str, theirs: int, ours: int) -> None:
-        super().__init__(f"not recomputable here ({what} version {theirs}; here {ours})")
+    def __init__(self, why: str) -> None:
+        super().__init__(f"not recomputable here ({why})")
 
 
 class Validated(NamedTuple):
@@ -74,7 +75,8 @@ def verify(record: Record, folder: EvaluationFolder | None = None) -> None:
     Without `folder`: every cell's statistics from its counts; all else of the cells and the hash of the data from the
     task itself; the model's sizes from its configuration; the training's hash, stages, steps and tokens from the
     configurations. With it, also every sample's line against the task's own answer, and every count from the lines.
-    Raises OtherVersionError, after the counts, where the rest can't be recomputed by this version.
+    Raises NotRecomputableError where this version can't recompute more than the counts, and after all else where the
+    files that the samples are made of aren't here.
     """
     check_counts(record)
     entry = get_task(record.task.name)
@@ -83,18 +85,26 @@ def verify(record: Record, folder: EvaluationFolder | None = None) -> None:
         ("harness", record.harness_version, HARNESS_VERSION),
     ):
         if theirs != ours:
-            raise OtherVersionError(what, theirs, ours)
+            raise NotRecomputableError(f"{what} version {theirs}; here {ours}")
     if record.task.metric != entry.task.metric:
         raise UserError(f"task {record.task.name} is scored by {entry.task.metric}, not by {record.task.metric}")
-    config = parse(entry.config, record.task.config, "task")
+    try:
+        _recompute(record, entry, folder)
+    except MissingDataError as error:
+        raise NotRecomputableError(f"needs {error.needs}") from None
+
+
+def _recompute(record: Record, entry: TaskEntry, folder: EvaluationFolder | None) -> None:
+    """All of `verify` that a task is needed for. Raises MissingDataError as late as the task does."""
     evaluation = parse(entry.evaluation, record.task.evaluation, "evaluation")
-    task = entry.task(config)
+    task = _with_files(entry.task(parse(entry.config, record.task.config, "task")), folder)
     _check_origin(record, task)
-    _check_model(record, config.train_length)
+    _check_model(record, task.config.train_length)
     if record.comparable_to is not None:
         raise UserError(f"comparable_to is {record.comparable_to!r}, but nothing here checks that protocol")
     cells = evaluation_cells(task, evaluation, record.train_length)
     _same_cells(record, cells)
+    task.ready(cells, evaluation.samples)
     hashes = []
     for cell, result in zip(cells, record.cells, strict=True):
         digest = hashlib.sha256()
@@ -127,7 +137,8 @@ def add_to_leaderboard(file: Path, runs: Sequence[Path]) -> Iterator[tuple[Path,
 def validate_file(file: Path) -> Validated:
     """Verify every record of a leaderboard, or the one record in the file. Raises UserError on the first fault.
 
-    Of a record of another version of its task or of the harness, schema, id and counts alone are checked.
+    Of a record of another version of its task or of the harness, schema, id and counts alone are checked; of one whose
+    task's files aren't here, all but the samples.
     """
     content = read_json(file)
     if isinstance(content, dict) and "record_id" in content:
@@ -140,7 +151,7 @@ def validate_file(file: Path) -> Validated:
     for where, record in found.items():
         try:
             verify(record)
-        except OtherVersionError as error:
+        except NotRecomputableError as error:
             others.append(str(error))
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
@@ -156,6 +167,13 @@ def _same_cells(record: Record, cells: Sequence[Cell]) -> None:
     for cell in record.cells:
         if cell.n != samples:
             raise UserError(f"cell {cell.name!r}: n is {cell.n}, but evaluation.samples is {samples}")
+
+
+def _with_files(task: Task[Any, Any, Any], folder: EvaluationFolder | None) -> Task[Any, Any, Any]:
+    """The task with its files where the run found them; without a run, where the record's names lie from here."""
+    found = folder.read_paths() if folder else {}
+    here = {key: path for key, path in found.items() if key in task.config.paths}
+    return make_task(task.config.model_copy(update=here)) if here else task
 
 
 def _same(claims: Mapping[str, tuple[Any, Any]]) -> None:
@@ -208,7 +226,8 @@ def _check_training(record: Record, training: TrainingInfo, task: Task[Any, Any,
     )
     most = sum(length * batches * samples_a_batch(stage, config) for length, stage, batches in counted)
     # With plan epochs the last batch of a set may be a smaller one.
-    if training.tokens > most or (config.plan == "mastery" and training.tokens < most):
+    exact = config.plan == "mastery" and not task.pads
+    if training.tokens > most or (exact and training.tokens < most):
         raise UserError(f"training.tokens is {training.tokens}, but its stages' batches have {most}")
 
 
@@ -257,8 +276,10 @@ def _check_cell(
     train_length: int | None,
 ) -> None:
     """A cell against what its samples are (known), and against the answers in the run's samples (lines) if given."""
+    if (result.log_likelihood is not None) != task.likelihood:
+        raise UserError(f"cell {cell.name!r}: log_likelihood is for tasks that ask for it, and for all of them")
     if lines is None:
-        right = [sample_line(task, number, question, question.target) for number, question in enumerate(known)]
+        right = [right_line(task, number, question) for number, question in enumerate(known)]
         found = cell_result(task, cell, right, train_length, known)
         _check_references(result, found)
         expected = _facts(found, answers=False)
@@ -289,11 +310,16 @@ def _check_references(result: CellResult, found: CellResult) -> None:
 def _facts(result: CellResult, *, answers: bool = True) -> dict[str, Any]:
     """A cell without its means, which are compared with a tolerance elsewhere; answers: with what was right."""
     facts = result.plain()
-    for key in ("value", "standard_error", "interval", "references"):
+    for key in ("value", "standard_error", "interval", "references", *_LIKELIHOODS):
         facts.pop(key, None)
     if not answers:
-        del facts["correct"]
+        for key in ("correct", "log_likelihood"):
+            facts.pop(key, None)
         facts["by_distance"] = [{**part, "correct": None} for part in facts["by_distance"]]
+        if "unwritten" in facts:
+            facts["unwritten"] = {**facts["unwritten"], "correct": None}
+        if "by_position" in facts:
+            facts["by_position"] = [{**part, "correct": None, "nats": None} for part in facts["by_position"]]
     return facts
 
 

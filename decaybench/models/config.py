@@ -96,10 +96,14 @@ class ModelConfig(Config):
         return "+".join([self.name, *self.addons])
 
 
+POST_VOCABULARY = 128_256  # Llama 3's
+
+
 # Sizes of the published language models (PoST, arXiv 2604.07658, section on pretraining). RWKV-7 has an FFN and half of
-# the others' blocks.
+# the others' blocks. GLA, RetNet and attention aren't among them: theirs are ours, with an FFN and half of the blocks
+# too, and 12 d_model^2 weights a block in mixer and FFN together, as many as two of Mamba-2's.
 def _language_model(d_model: int, n_layers: int) -> dict[str, dict[str, Any]]:
-    shared = {"vocab_size": 128_256, "d_model": d_model}
+    shared = {"vocab_size": POST_VOCABULARY, "d_model": d_model}
     return {
         "mamba2": {**shared, "n_layers": n_layers, "mixer": {"d_state": 128, "headdim": 64}},
         "rwkv7": {
@@ -115,6 +119,24 @@ def _language_model(d_model: int, n_layers: int) -> dict[str, dict[str, Any]]:
             "n_layers": n_layers,
             "mixer": {"n_heads": d_model // 128, "head_dim": 128, "expand_v": 2},
         },
+        "gla": {
+            **shared,
+            "n_layers": n_layers // 2,
+            "mixer": {"n_heads": d_model // 256, "expand_k": 0.5, "expand_v": 1},
+            "ffn": {"kind": "swiglu"},
+        },
+        "retnet": {
+            **shared,
+            "n_layers": n_layers // 2,
+            "mixer": {"n_heads": d_model // 256, "expand_k": 1, "expand_v": 2},
+            "ffn": {"kind": "swiglu", "multiple": 4 / 3},
+        },
+        "attention": {
+            **shared,
+            "n_layers": n_layers // 2,
+            "mixer": {"n_heads": d_model // 64},
+            "ffn": {"kind": "swiglu"},
+        },
     }
 
 
@@ -128,8 +150,27 @@ _SMOKE_MIXERS: dict[str, dict[str, Any]] = {
     "attention": {"n_heads": 4},
 }
 
+# Language models for a CPU, of bytes; about two million parameters, and 32,768 numbers of state a layer beside RWKV-7's
+# 16,384.
+_MICRO: dict[str, dict[str, Any]] = {
+    "mamba2": {"d_model": 256, "n_layers": 4, "mixer": {"d_state": 64, "headdim": 32}},
+    "rwkv7": {
+        "d_model": 256,
+        "n_layers": 3,
+        "mixer": {"head_dim": 64},
+        "ffn": {"kind": "channel_mix"},
+        "norm": "layernorm",
+        "embedding_norm": True,
+    },
+    "gated_deltanet": {"d_model": 256, "n_layers": 4, "mixer": {"n_heads": 4, "head_dim": 64, "expand_v": 2}},
+    "gla": {"d_model": 256, "n_layers": 4, "mixer": {"n_heads": 4, "expand_k": 1, "expand_v": 2, "conv_width": 4}},
+    "retnet": {"d_model": 256, "n_layers": 4, "mixer": {"n_heads": 4, "expand_k": 1, "expand_v": 2, "conv_width": 4}},
+    "attention": {"d_model": 192, "n_layers": 4, "mixer": {"n_heads": 3}, "ffn": {"kind": "swiglu"}},
+}
+
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "smoke": {name: {"d_model": 64, "n_layers": 2, "mixer": mixer} for name, mixer in _SMOKE_MIXERS.items()},
+    "micro": {name: {"vocab_size": 257, **sizes} for name, sizes in _MICRO.items()},
     "180m": _language_model(768, 24),
     "440m": _language_model(1024, 48),
     "1.5b": _language_model(2048, 48),

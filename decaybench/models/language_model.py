@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from decaybench.core.names import unknown
 from decaybench.core.positions import Layout, check_positions, compaction
@@ -21,9 +22,12 @@ from decaybench.models.block import Block, make_norm
 from decaybench.models.branch import Context, LayerTrace
 from decaybench.models.config import ModelConfig
 from decaybench.models.module import Embedding, Linear, Module, initialise
+from decaybench.models.ops.precision import at_least_float32
 from decaybench.models.registry import get_architecture
 from decaybench.models.residual import Stream
 from decaybench.models.state import ModelState
+
+LOGITS_AT_ONCE = 1 << 27  # that `score` makes: half a gigabyte in float32
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,18 @@ class Output:
     """logits: [B, T, V], or [n, V] at the n places asked for. state: after the last token, if asked for."""
 
     logits: Tensor
+    state: ModelState | None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of each label asked for, row by row. state: after the last token, if asked for.
+
+    nats: float32 [n], minus its log-likelihood. first: int64 [n], what the model would have said.
+    """
+
+    nats: Tensor
+    first: Tensor
     state: ModelState | None
 
 
@@ -67,6 +83,33 @@ class LanguageModel(Module):
         if logits_at is not None:
             hidden = hidden[logits_at]
         return Output(self._logits(hidden), state)
+
+    def score(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        positions: Tensor | None = None,
+        state: ModelState | None = None,
+        *,
+        output_state: bool = False,
+    ) -> Scores:
+        """How well labels were foreseen. labels: int64 [B, T], what is to be said at each place, negative where nothing
+        is asked; all else as in `forward`.
+
+        Where all logits together would be large they are made part by part, and again for the gradients.
+        """
+        hidden, state = self._hidden(tokens, positions, state, output_state)
+        asked = labels >= 0
+        hidden, wanted = hidden[asked], labels[asked]
+        size = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
+        if len(wanted) <= size:
+            return Scores(*self._score(hidden, wanted), state)
+        parts = [
+            checkpoint(self._score, *part, use_reentrant=False, preserve_rng_state=False)
+            for part in zip(torch.split(hidden, size), torch.split(wanted, size), strict=True)
+        ]
+        nats, first = (torch.cat(list(found)) for found in zip(*parts, strict=True))
+        return Scores(nats, first, state)
 
     def prefill(
         self, tokens: Tensor, positions: Tensor | None = None, state: ModelState | None = None, *, piece: int = 4096
@@ -186,6 +229,10 @@ class LanguageModel(Module):
             x = self.embedding_norm(x)
         dropped = self.config.embedding_dropout
         return F.dropout(x, dropped, self.training) if dropped else x
+
+    def _score(self, hidden: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        logits = at_least_float32(self._logits(hidden))
+        return F.cross_entropy(logits, wanted, reduction="none"), logits.detach().argmax(-1)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)

@@ -34,7 +34,7 @@ from decaybench.core.scoring import Metric
 from decaybench.results.statistics import Interval, cell_statistics, octave, wilson
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
 SCHEMA_VERSION = 1
 
@@ -48,6 +48,7 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_json_able)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(ge=0)]
+LogLikelihood = Annotated[float, Field(le=0)]
 Coordinates = dict[str, StrictInt | StrictFloat]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
@@ -171,6 +172,36 @@ class DistanceBin(Part):
         return wilson(self.correct / self.asked, self.samples)
 
 
+class Unwritten(Part):
+    """Questions whose answer was nowhere written before they were asked, where others' were."""
+
+    samples: int = Field(ge=1, description="samples with such questions, which have no others")
+    asked: int = Field(ge=1, description="questions asked")
+    correct: Count = Field(description="questions answered correctly")
+
+
+class PositionBin(Part):
+    """Of running text, what follows its tokens at positions `low` to `high` of a document, these two included."""
+
+    low: int = Field(ge=1, description="first position, tokens: one more than half of `high`")
+    high: int = Field(ge=1, description="last position, tokens; a power of two")
+    samples: int = Field(ge=1, description="samples with a token in the bin")
+    asked: int = Field(ge=1, description="tokens that had to be foreseen")
+    correct: Count = Field(description="of these, the first choice")
+    bytes: Count = Field(description="bytes of text that these stand for; a separator has none")
+    nats: float = Field(ge=0, description="minus their log-likelihood, nats")
+
+    @property
+    def perplexity(self) -> float | None:
+        """Of a token; None where that is too large for a number."""
+        return perplexity([-self.nats / self.asked])
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """None where there is no text in the bin."""
+        return self.nats / math.log(2) / self.bytes if self.bytes else None
+
+
 class CellResult(Part):
     """One cell of the evaluation, with the counts that its value is computed from."""
 
@@ -193,10 +224,40 @@ class CellResult(Part):
     by_distance: tuple[DistanceBin, ...] = Field(
         default=(), description="answers by distance, in octaves, nearest first; empty: the task has no distances"
     )
+    unwritten: Unwritten | None = Field(
+        default=None, description="what by_distance leaves out: no distance; absent: nothing, or all of the task's"
+    )
     references: dict[str, Share] | None = Field(
         default=None,
         description="accuracies of rules without a model on the same samples, averaged as the value is, by name: bayes "
         "(the best that is possible), majority, last; absent: the task has none",
+    )
+    log_likelihood: tuple[LogLikelihood, ...] | None = Field(
+        default=None,
+        description="log-likelihood of a sample's right answers together, nats, 6 digits, a number a sample, by index; "
+        "absent: the task asks for none",
+    )
+    perplexity: float | None = Field(
+        default=None,
+        gt=0,
+        description="exp(-mean of log_likelihood): of a whole answer, as LAMBADA's is; absent: there is none (as of "
+        "running text), or it is too large for a number",
+    )
+    bytes: tuple[Count, ...] | None = Field(
+        default=None,
+        description="bytes of text that a sample's right answers stand for, by index; absent: not running text",
+    )
+    bits_per_byte: float | None = Field(
+        default=None,
+        ge=0,
+        description="bits that all right answers take, separators' too, by the bytes of text that they stand for; "
+        "absent: not running text",
+    )
+    bits_per_byte_error: float | None = Field(
+        default=None, ge=0, description="standard error of bits_per_byte, samples as units, as of a ratio of means"
+    )
+    by_position: tuple[PositionBin, ...] | None = Field(
+        default=None, description="the same by position, first ones first; absent: not running text"
     )
 
     @model_validator(mode="after")
@@ -205,6 +266,14 @@ class CellResult(Part):
             raise ValueError(f"n is {self.n}, but correct has {len(self.correct)} counts and asked {len(self.asked)}")
         if any(not correct <= asked or asked < 1 for correct, asked in zip(self.correct, self.asked, strict=True)):
             raise ValueError("each sample needs asked >= 1 and 0 <= correct <= asked")
+        for name in ("log_likelihood", "bytes"):
+            if (found := getattr(self, name)) is not None and len(found) != self.n:
+                raise ValueError(f"n is {self.n}, but {name} has {len(found)} numbers")
+        running = (self.bytes, self.bits_per_byte, self.bits_per_byte_error, self.by_position)
+        if any(part is not None for part in running) and None in (*running, self.log_likelihood):
+            raise ValueError(
+                "running text has log_likelihood, bytes, bits_per_byte, its error and by_position, or none"
+            )
         return self
 
 
@@ -252,6 +321,7 @@ class Environment(Part):
     git_revision: str | None = Field(default=None, description="revision of the source; absent: not a checkout")
     git_dirty: bool | None = Field(default=None, description="whether the source had changes; absent: not a checkout")
     batch_tokens: int = Field(ge=1, description="largest evaluation batch, tokens")
+    processes: int | None = Field(default=None, ge=2, description="processes that shared the work; absent: one")
 
 
 class Cost(Part):
@@ -315,7 +385,7 @@ class Record(Part):
         """The record's file: indented JSON with each list of counts on one line."""
         return readable_json(self.plain()) + "\n"
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> RenderableType:
         from decaybench.results.tables import record_table
 
         return record_table(self)
@@ -329,7 +399,8 @@ class Record(Part):
 class Group(NamedTuple):
     """The cells of one variant, length and coordinates but depth, put together: the mean over depths.
 
-    coordinates: the others. references: as a cell's, the mean over samples; empty where there are none.
+    coordinates: the others. references: as a cell's, the mean over samples; empty where there are none. perplexity,
+    bits_per_byte (and its standard error): of all samples; None where cells have none.
     """
 
     variant: str
@@ -340,6 +411,8 @@ class Group(NamedTuple):
     interval: Interval
     n: int
     references: dict[str, float]
+    perplexity: float | None = None
+    bits_per_byte: tuple[float, float] | None = None
 
 
 def seal(content: Mapping[str, Any]) -> Record:
@@ -391,8 +464,9 @@ def check_counts(record: Record) -> None:
 def data_hash(cells: Iterable[tuple[str, str]]) -> str:
     """The hash of an evaluation's data: sha256 over (name, content hash) of its cells in order.
 
-    A cell's content hash is the sha256 of its samples in order of index: for each its tokens, then its labels, as
-    little-endian int64. It doesn't depend on how the samples were batched.
+    A cell's content hash is the sha256 of its samples in order of index: for each its tokens, then its labels, then its
+    positions where the task gives them, as little-endian int64 and without padding. It doesn't depend on how the
+    samples were batched.
     """
     return digest([[name, content] for name, content in cells])
 
@@ -416,12 +490,42 @@ def distance_bins(distances: Iterable[Sequence[int]], hits: Iterable[Sequence[bo
     )
 
 
+def unwritten(distances: Sequence[Sequence[int]], hits: Sequence[Sequence[bool]]) -> Unwritten | None:
+    """What `distance_bins` of the same leaves out; None where that is nothing or all."""
+    left = [answers for row, answers in zip(distances, hits, strict=True) if not row]
+    if not left or len(left) == len(hits):
+        return None
+    return Unwritten(samples=len(left), asked=sum(map(len, left)), correct=sum(map(sum, left)))
+
+
 def groups(record: Record) -> list[Group]:
     """The record's cells put together over depths, in their order; the statistics are of a group's pooled counts."""
     found: dict[tuple[Any, ...], list[CellResult]] = {}
     for cell in record.cells:
         found.setdefault((cell.variant, cell.eval_length, *sorted(without_depth(cell).items())), []).append(cell)
     return [_group(record.task.metric, cells) for cells in found.values()]
+
+
+def perplexity(log_likelihood: Sequence[float]) -> float | None:
+    """exp(-mean log-likelihood of a sample's answers); None where that is too large for a number."""
+    try:
+        return math.exp(-math.fsum(log_likelihood) / len(log_likelihood))
+    except OverflowError:
+        return None
+
+
+def bits_per_byte(log_likelihood: Sequence[float], size: Sequence[int]) -> tuple[float, float]:
+    """Bits by bytes of all samples, and the standard error of that; size: bytes, not all 0. 0 for a single sample."""
+    bits = [-value / math.log(2) for value in log_likelihood]
+    ratio = math.fsum(bits) / sum(size)
+    n, mean = len(bits), sum(size) / len(size)
+    squares = math.fsum((bit - ratio * length) ** 2 for bit, length in zip(bits, size, strict=True))
+    return ratio, math.sqrt(squares / (n - 1) / n) / mean if n > 1 else 0.0
+
+
+def position_bin(position: int) -> int:
+    """`high` of the bin that a position >= 1 lies in: 1, 2, 4 (3 and 4), 8 (5 to 8), …"""
+    return 1 << (position - 1).bit_length()
 
 
 def label_noise(record: Record) -> float:
@@ -460,8 +564,26 @@ def _group(metric: Metric, cells: Sequence[CellResult]) -> Group:
         if all(name in found for _, found in known)
     }
     return Group(
-        first.variant, first.eval_length, first.ratio, without_depth(first), value, interval, len(asked), references
+        variant=first.variant,
+        eval_length=first.eval_length,
+        ratio=first.ratio,
+        coordinates=without_depth(first),
+        value=value,
+        interval=interval,
+        n=len(asked),
+        references=references,
+        **_pooled_likelihoods(cells),
     )
+
+
+def _pooled_likelihoods(cells: Sequence[CellResult]) -> dict[str, Any]:
+    likely = [value for cell in cells for value in cell.log_likelihood or ()]
+    size = [value for cell in cells for value in cell.bytes or ()]
+    if any(cell.log_likelihood is None for cell in cells):
+        return {}
+    if any(cell.bytes is None for cell in cells):
+        return {"perplexity": perplexity(likely)}
+    return {"bits_per_byte": bits_per_byte(likely, size)}
 
 
 def _problems(cell: CellResult, metric: Metric, train_length: int | None) -> Iterator[str]:
@@ -480,8 +602,13 @@ def _problems(cell: CellResult, metric: Metric, train_length: int | None) -> Ite
         yield f"ratio is {cell.ratio!r}, but {cell.eval_length} / {train_length} tokens is not"
     if not cell.real_tokens.min <= cell.real_tokens.mean <= cell.real_tokens.max:
         yield "real_tokens has min, mean and max out of order"
-    if cell.by_distance:
+    if cell.by_distance or cell.unwritten:
         yield from _distance_problems(cell)
+    likely = None if cell.log_likelihood is None or cell.bytes is not None else perplexity(cell.log_likelihood)
+    if (cell.perplexity is None) != (likely is None) or not _equal(cell.perplexity or 0, likely or 0):
+        yield f"perplexity is {cell.perplexity!r}, but its log-likelihoods give {likely!r}"
+    if cell.bytes is not None:
+        yield from _text_problems(cell, cell.bytes)
 
 
 def _distance_problems(cell: CellResult) -> Iterator[str]:
@@ -495,10 +622,37 @@ def _distance_problems(cell: CellResult) -> Iterator[str]:
             yield f"by_distance from {part.low} has {part.correct} correct of {part.asked} asked"
         if part.samples > min(part.asked, cell.n):
             yield f"by_distance from {part.low} has {part.samples} samples of {cell.n}, with {part.asked} questions"
+    left = cell.unwritten
+    if left and (left.correct > left.asked or left.samples > min(left.asked, cell.n)):
+        yield f"unwritten has {left.correct} correct of {left.asked} asked, in {left.samples} samples of {cell.n}"
+    parts = [*cell.by_distance, *([left] if left else [])]
     for name in ("asked", "correct"):
-        binned, counted = sum(getattr(part, name) for part in cell.by_distance), sum(getattr(cell, name))
+        binned, counted = sum(getattr(part, name) for part in parts), sum(getattr(cell, name))
         if binned != counted:
-            yield f"by_distance has {binned} {name}, but the samples have {counted}"
+            where = "by_distance and unwritten have" if left else "by_distance has"
+            yield f"{where} {binned} {name}, but the samples have {counted}"
+
+
+def _text_problems(cell: CellResult, size: Sequence[int]) -> Iterator[str]:
+    likely, bins = cell.log_likelihood or (), cell.by_position or ()
+    if not any(size):
+        yield "bytes are 0 for all samples: there is no text"
+        return
+    for name, found in zip(("bits_per_byte", "bits_per_byte_error"), bits_per_byte(likely, size), strict=True):
+        if not _equal(getattr(cell, name), found):
+            yield f"{name} is {getattr(cell, name)!r}, but its log-likelihoods and bytes give {found!r}"
+    highs = [part.high for part in bins]
+    if highs != sorted(set(highs)) or any((position_bin(p.high), p.low) != (p.high, p.high // 2 + 1) for p in bins):
+        yield "by_position must have rising powers of two as high, and as low one more than their half"
+    for name, counted in (("asked", sum(cell.asked)), ("correct", sum(cell.correct)), ("bytes", sum(size))):
+        if (binned := sum(getattr(part, name) for part in bins)) != counted:
+            yield f"by_position has {binned} {name}, but the samples have {counted}"
+    nats = math.fsum(part.nats for part in bins)
+    if not math.isclose(nats, -math.fsum(likely), rel_tol=1e-9, abs_tol=1e-6):
+        yield f"by_position has {nats!r} nats, but the samples have {-math.fsum(likely)!r}"
+    for part in bins:
+        if part.correct > part.asked or part.samples > min(part.asked, cell.n):
+            yield f"by_position to {part.high} has {part.correct} correct of {part.asked}, in {part.samples} samples"
 
 
 def _equal(a: float, b: float) -> bool:

@@ -3,7 +3,8 @@
     config.yaml               the resolved configuration
     log.jsonl                 one line an event
     checkpoint/               weights and optimiser (models/checkpoints.py)
-    evaluations/<hash>/       samples/<cell>.jsonl, figures/, record.json (written last: the evaluation is complete)
+    evaluations/<hash>/       samples/<cell>.jsonl, figures/, record.json (written last: the evaluation is complete),
+                              and where the task has files of its own, paths.json
 
 Every file is whole, or is lines of which only the last can be torn by a kill; a torn line is cut off, never guessed.
 """
@@ -23,12 +24,25 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from decaybench.core.config import explain, read_yaml
 from decaybench.core.errors import RunError, UserError
-from decaybench.core.files import append_lines, atomic_write_text, cut, writing
+from decaybench.core.files import append_lines, atomic_write_json, atomic_write_text, cut, read_json, writing
 from decaybench.results.record import Record
 
 _LOCK = ".lock"
 _CONFIG = "config.yaml"
 _EVALUATIONS = "evaluations"
+_PATHS = "paths.json"
+
+
+class PositionSums(BaseModel):
+    """Of a sample of running text, what follows its tokens at positions high / 2 + 1 to high (`record.PositionBin`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    high: int = Field(ge=1)
+    asked: int = Field(ge=1, description="tokens that had to be foreseen")
+    correct: int = Field(ge=0, description="of these, the first choice")
+    bytes: int = Field(ge=0, description="bytes of text that these stand for")
+    nats: float = Field(ge=0, description="minus their log-likelihood, nats, 6 digits")
 
 
 class SampleLine(BaseModel):
@@ -49,6 +63,12 @@ class SampleLine(BaseModel):
     )
     length: int = Field(ge=0, description="true length, tokens")
     depth: float | None = Field(default=None, ge=0, le=1, description="realised depth, 0..1; absent: none")
+    log_likelihood: float | None = Field(
+        default=None, le=0, description="of all right answers together, nats, 6 digits; absent: the task asks for none"
+    )
+    by_position: tuple[PositionSums, ...] | None = Field(
+        default=None, description="of running text, in the place of targets and answers; absent: it isn't"
+    )
 
     @model_validator(mode="after")
     def _an_answer_a_question(self) -> SampleLine:
@@ -129,6 +149,21 @@ class EvaluationFolder:
     def figures(self) -> Path:
         """Folder of the figures. It may not exist yet."""
         return self.path / "figures"
+
+    def write_paths(self, paths: Mapping[str, str]) -> None:
+        """Note where the task's files lie, of which the record has names alone, if it has any. Raises RunError."""
+        if paths:
+            here = {key: Path(path) for key, path in paths.items()}
+            full = {key: str(path.absolute()) if path.exists() else paths[key] for key, path in here.items()}
+            atomic_write_json(self.path / _PATHS, full)
+
+    def read_paths(self) -> dict[str, str]:
+        """What `write_paths` noted; empty: nothing. Raises UserError where it is damaged."""
+        file = self.path / _PATHS
+        found = read_json(file) if file.exists() else {}
+        if not isinstance(found, dict) or not all(isinstance(path, str) for path in found.values()):
+            raise UserError(f"{file} is damaged: it must hold names and paths")
+        return found
 
     @property
     def record_path(self) -> Path:

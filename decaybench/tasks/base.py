@@ -8,6 +8,7 @@ tokens stand for (`token_classes`), how well simple rules answer (`references`) 
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,14 @@ _HIT, _OTHER = 0, 1  # streams of label noise
 Split = Literal["train", "validation", "test"]
 
 
+class MissingDataError(UserError):
+    """The files that a task's samples are made of aren't here, or are others. needs: what they are, for a record."""
+
+    def __init__(self, message: str, needs: str) -> None:
+        super().__init__(message)
+        self.needs = needs
+
+
 class Shape(Config):
     """What one sample looks like. Each task adds its own fields."""
 
@@ -41,13 +50,38 @@ class Stage(Config):
 
     shape: Shape
     examples: int | None = Field(default=None, ge=1, description="size of a fixed training set; none: unlimited")
+    share: float | None = Field(default=None, gt=0, le=1, description="share of the batches, plan mix only")
 
 
 class TaskConfig(Config):
-    """The rules of a task and its training data. Part of the training hash."""
+    """The rules of a task and its training data. Part of the training hash.
+
+    paths: the fields that say where a file or folder lies. They are in no hash, and records have their last part alone.
+    found: the fields for what matters of such a file, a sha256 say; a validator fills them in where they are None. So a
+    configuration whose files have gone still reads, and only making samples raises MissingDataError.
+    """
+
+    paths: ClassVar[frozenset[str]] = frozenset()
+    found: ClassVar[frozenset[str]] = frozenset()
 
     name: str
     train_length: int = Field(ge=2, le=2**31, description="longest training length, tokens")
+
+    def identity(self) -> dict[str, Any]:
+        """The configuration as JSON-able data without its paths: what hashes are made of."""
+        return {key: value for key, value in self.plain().items() if key not in self.paths}
+
+    def said(self) -> dict[str, Any]:
+        """The configuration as JSON-able data without what was found in files: with another path, others are found."""
+        return {key: value for key, value in self.plain().items() if key not in self.found}
+
+    def for_record(self) -> dict[str, Any]:
+        """The configuration as JSON-able data with the last part of each path alone: the rest may name somebody."""
+        plain = self.plain()
+        for key in self.paths & plain.keys():
+            if plain[key] is not None:
+                plain[key] = re.split(r"[/\\]", str(plain[key]).rstrip("/\\"))[-1]
+        return plain
 
 
 # In YAML a length in tokens is a number.
@@ -64,9 +98,9 @@ class EvaluationConfig(Config):
     seed: int = Field(default=0, ge=0, lt=2**32, description="seed of the evaluation samples")
 
     @property
-    def uses_lengths(self) -> bool:
-        """Whether the cells are made from `lengths`; a task that lets cells be listed says no where they are."""
-        return True
+    def ignored(self) -> dict[str, str]:
+        """The fields that change nothing beside what the others say, `lengths` for one, each with the reason."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -75,19 +109,31 @@ class Batch:
 
     tokens [B, T]: what the model reads. labels [B, T]: what it should say at that place, IGNORED elsewhere.
     distance [B, T]: tokens between the place where the answer was written and the place where it is asked, 0 where
-    nothing is asked. details: further facts about each sample, [B, ...] each (a realised depth, for example).
+    nothing is asked, and everywhere in a sample that was told nothing. details: further facts about each sample,
+    [B, ...] each (a realised depth, for example).
+    positions [B, T]: as `core.positions` says (0 padding, 1 the first token of a document), nothing asked at padding;
+    None: each row is one document without padding.
     """
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
     distance: NDArray[np.int64]
     details: dict[str, NDArray[Any]] = field(default_factory=dict)
+    positions: NDArray[np.int64] | None = None
 
     @property
     def asked(self) -> NDArray[np.bool_]:
         """Where a label is asked for, bool [B, T]."""
         asked: NDArray[np.bool_] = self.labels != IGNORED
         return asked
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Real tokens of each row, padding left out, int64 [B]."""
+        if self.positions is None:
+            return np.full(len(self.tokens), self.tokens.shape[1], dtype=np.int64)
+        lengths: NDArray[np.int64] = (self.positions != 0).sum(1, dtype=np.int64)
+        return lengths
 
 
 @dataclass(frozen=True)
@@ -111,11 +157,22 @@ E = TypeVar("E", bound=EvaluationConfig)
 
 
 class Task(ABC, Generic[T, S, E]):
-    """A benchmark task. Subclasses give the generator; ids, hashes and keys are the same for all."""
+    """A benchmark task. Subclasses give the generator; ids, hashes and keys are the same for all.
+
+    likelihood: whether an evaluation also keeps how likely each sample's labels were, and a cell's perplexity.
+    pads: whether samples may be shorter than their shape's length, the rest padding.
+    running_text: whether samples are stretches of text, in which every token is asked: an evaluation keeps sums by
+    position and bits per byte instead of each answer.
+    plan: the plan of training where none is said (harness.plans).
+    """
 
     name: ClassVar[str]
     version: ClassVar[int]
     metric: ClassVar[Metric]
+    likelihood: ClassVar[bool] = False
+    pads: ClassVar[bool] = False
+    running_text: ClassVar[bool] = False
+    plan: ClassVar[Literal["mastery", "mix"]] = "mastery"
 
     def __init__(self, config: T) -> None:
         self.config = config
@@ -124,6 +181,11 @@ class Task(ABC, Generic[T, S, E]):
     @abstractmethod
     def vocab_size(self) -> int:
         """Tokens are integers in [0, vocab_size)."""
+
+    @property
+    def tokenizer_sha256(self) -> str | None:
+        """Of what turns text into tokens, which a model must have been trained with; None: there is no text."""
+        return None
 
     @abstractmethod
     def check(self, shape: S) -> None:
@@ -137,9 +199,9 @@ class Task(ABC, Generic[T, S, E]):
     def cells(self, evaluation: E, lengths: Sequence[int]) -> list[Cell]:
         """The cells of an evaluation at the given lengths (tokens). Raises UserError where a cell can't exist."""
 
-    @abstractmethod
     def _sample(self, shape: S, draws: Draws) -> Batch:
-        """The samples that `draws` stands for."""
+        """The samples that `draws` stands for; a task that overrides `batch` needs none."""
+        raise NotImplementedError
 
     def check_length(self, stage: Stage) -> None:
         """Raises UserError where a stage is longer than train_length, which evaluation lengths are multiples of."""
@@ -149,9 +211,20 @@ class Task(ABC, Generic[T, S, E]):
                 f"the smallest is {stage.shape.length}"
             )
 
+    def evaluation_defaults(self) -> dict[str, Any]:
+        """What of the evaluation's configuration follows from the task's, where nothing is said."""
+        return {}
+
     def remarks(self, cells: Sequence[Cell]) -> list[str]:
         """What a user should know of these samples before reading numbers, a line each."""
         return []
+
+    def ready(self, cells: Sequence[Cell], samples: int) -> None:
+        """Raises MissingDataError where files that samples are made of aren't here, UserError where they are too short.
+
+        Called before anything is trained or evaluated, with the cells of the evaluation and the samples of each; a
+        configuration is valid without its files.
+        """
 
     def token_classes(self) -> dict[str, range]:
         """What tokens stand for: the ids of each class by its name, disjoint; an id of no class has none.
@@ -173,13 +246,17 @@ class Task(ABC, Generic[T, S, E]):
         """The best accuracy that anything can reach on samples of `shape`, 0..1; None: all can be right."""
         return None
 
+    def byte_lengths(self) -> NDArray[np.int64]:
+        """The bytes of text that each token stands for, [vocab_size]; for running text only."""
+        raise NotImplementedError
+
     def rules(self) -> dict[str, Any]:
         """The part of the configuration that changes samples; it enters keys and hashes.
 
         An option that is added to a task must be None where it doesn't apply: only so do old samples stay as they are.
         """
-        plain = self.config.plain()
-        return {key: plain[key] for key in plain if key not in ("train_length", "stages")}
+        known = self.config.identity()
+        return {key: known[key] for key in known if key not in ("train_length", "stages")}
 
     def batch(self, shape: S, split: Split, seed: int, indices: NDArray[np.int64]) -> Batch:
         """The samples with these indices, a pure function of the arguments and the task's rules.

@@ -84,9 +84,10 @@ class MqarEvaluation(EvaluationConfig):
     )
 
     @property
-    def uses_lengths(self) -> bool:
-        """Not where cells are listed as `pairs`."""
-        return self.pairs is None
+    def ignored(self) -> dict[str, str]:
+        """Lengths and variants where cells are listed as `pairs`."""
+        reason = "evaluation.pairs names the cells one by one"
+        return {} if self.pairs is None else dict.fromkeys(("lengths", "variants"), reason)
 
 
 class Mqar(Task[MqarConfig, MqarShape, MqarEvaluation]):

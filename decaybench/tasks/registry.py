@@ -7,9 +7,11 @@ from typing import Any
 
 from decaybench.core.names import unknown
 from decaybench.tasks.base import EvaluationConfig, Task, TaskConfig
+from decaybench.tasks.lambada import Lambada, LambadaConfig, LambadaEvaluation
 from decaybench.tasks.mqar import Mqar, MqarConfig, MqarEvaluation
 from decaybench.tasks.mqar_noisy import MqarNoisy, MqarNoisyConfig, MqarNoisyEvaluation
 from decaybench.tasks.niah import Niah, NiahConfig, NiahEvaluation
+from decaybench.tasks.text import Text, TextConfig, TextEvaluation
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,16 @@ TASKS: dict[str, TaskEntry] = {
         "recall of a key's true value from several sources, some of them unreliable",
         words="mqar --noisy-sources",
     ),
+    "lambada": TaskEntry(
+        Lambada,
+        LambadaConfig,
+        LambadaEvaluation,
+        "the last word of a passage that only its context tells, alone and behind unrelated text",
+    ),
     "niah": TaskEntry(Niah, NiahConfig, NiahEvaluation, "recall of one planted fact, by length and by depth"),
+    "text": TaskEntry(
+        Text, TextConfig, TextEvaluation, "text of your own, learned and foreseen, by position", words="pretrain"
+    ),
 }
 
 

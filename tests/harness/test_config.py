@@ -176,6 +176,7 @@ TRAINING_KEYS = {
     "training.schedule": "cosine",
     "training.warmup": 7,
     "training.hold": 0.5,
+    "training.floor": 1e-4,
     "training.weight_decay": 0.0,
     "training.betas": [0.8, 0.9],
     "training.eps": 1e-7,
@@ -192,7 +193,17 @@ EVALUATION_KEYS = {
     "evaluation.distractors": 2,
     "batch_tokens": 99,
 }
-OTHER_KEYS = {"device": "cpu", "backend": "torch", "out": "elsewhere", "checkpoint_seconds": 0.5}
+OTHER_KEYS = {
+    "device": "cpu",
+    "backend": "torch",
+    "out": "elsewhere",
+    "checkpoint_seconds": 0.5,
+    "keep": 10,
+    "micro_batch_tokens": 64,
+    "recompute": True,
+    "parallel": "fsdp",
+    "tensorboard": True,
+}
 STAGES = [{"shape": {"length": 32, "needles": 2, "queries": 2}, "examples": 64}]
 
 

@@ -81,7 +81,7 @@ def asked(found: RunConfig, folder: Path) -> Evaluated:
 def test_answers_are_the_logits_first_choices(task: str, model: str) -> None:
     found = config(task, model)
     batch = a_batch(found)
-    answers = predict(live_model(found), batch, "cpu")
+    answers = predict(live_model(found), batch, "cpu").first
     logits = live_model(found)(torch.from_numpy(batch.tokens)).logits
     expected = logits.argmax(-1)[torch.from_numpy(batch.asked)]
     assert answers.tolist() == expected.tolist()
@@ -93,21 +93,21 @@ def test_answers_are_the_logits_first_choices(task: str, model: str) -> None:
 def test_answers_in_pieces_are_those_of_the_whole(model: str, piece: int) -> None:
     found = config("mqar", model)
     batch = a_batch(found)
-    whole = predict(live_model(found), batch, "cpu", piece=10_000)
-    assert predict(live_model(found), batch, "cpu", piece=piece).tolist() == whole.tolist()
+    whole = predict(live_model(found), batch, "cpu", piece=10_000).first
+    assert predict(live_model(found), batch, "cpu", piece=piece).first.tolist() == whole.tolist()
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_sample_alone_gets_the_answers_it_gets_among_others(model: str) -> None:
     found = config("mqar", model)
     batch = a_batch(found)
-    together = predict(live_model(found), batch, "cpu")
+    together = predict(live_model(found), batch, "cpu").first
     alone = [
         predict(
             live_model(found),
             Batch(*(part[row : row + 1] for part in (batch.tokens, batch.labels, batch.distance))),
             "cpu",
-        )
+        ).first
         for row in range(len(batch.tokens))
     ]
     assert np.concatenate(alone).tolist() == together.tolist()
@@ -117,7 +117,7 @@ def test_no_place_is_asked_in_some_pieces() -> None:
     found = config("niah")
     batch = a_batch(found)
     assert (batch.asked.sum(1) == 1).all() and batch.asked[:, -1].all()
-    assert len(predict(live_model(found), batch, "cpu", piece=8)) == len(batch.tokens)
+    assert len(predict(live_model(found), batch, "cpu", piece=8).first) == len(batch.tokens)
 
 
 @pytest.mark.parametrize("task", ["niah", "mqar", "mqar-noisy"])
@@ -227,7 +227,7 @@ def test_the_samples_file_says_what_was_asked_and_answered(tmp_path: Path) -> No
     (cell, _) = made.cells(found.evaluation, found.eval_lengths())
     lines = EvaluationFolder(tmp_path).samples(cell.name).read()
     batch = made.batch(cell.shape, "test", 0, np.arange(10))
-    answers = predict(live_model(found), batch, "cpu")
+    answers = predict(live_model(found), batch, "cpu").first
     assert [line.id for line in lines] == made.sample_ids(cell.shape, "test", 0, np.arange(10))
     assert [line.index for line in lines] == list(range(10))
     assert [line.target for line in lines] == [(int(row[-1]),) for row in batch.labels]

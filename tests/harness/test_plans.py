@@ -301,3 +301,36 @@ def test_no_rate_is_negative_or_above_the_highest() -> None:
             plan = make_plan(FOUR, config, 0)
             found = np.array(rates(plan, config, *range(steps)))
             assert (found > 0).all() and (found <= config.learning_rate).all()
+
+
+# --- mix
+
+
+def mix(share: float, **settings: Any) -> Plan:
+    of = [Stage(shape=Shape(length=8), share=1 - share), Stage(shape=Shape(length=16), share=share)]
+    return make_plan(of, TrainingConfig(plan="mix", batch_tokens=64, **settings), 0)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.29, 1 / 3, 0.999])
+def test_a_mix_spreads_its_shares_evenly_and_repeats_no_sample(share: float) -> None:
+    batches = go(mix(share), 0, 1000)
+    assert batches == [go(mix(share), step, step + 1)[0] for step in range(1000)], "a function of the step alone"
+    seconds = np.cumsum([stage for stage, _ in batches])
+    assert np.abs(seconds - share * np.arange(1, 1001)).max() < 1 + 1e-9
+    for stage, size in ((0, 8), (1, 4)):
+        samples = [index for number, indices in batches if number == stage for index in indices]
+        assert samples == list(range(len(samples))) and len(samples) % size == 0
+
+
+def test_a_mix_of_one_stage_is_that_stage() -> None:
+    plan = make_plan([Stage(shape=Shape(length=8), share=1.0)], TrainingConfig(plan="mix", batch_samples=3), 5)
+    assert go(plan, 0, 3) == [(0, [0, 1, 2]), (0, [3, 4, 5]), (0, [6, 7, 8])]
+    assert plan.total_steps == 1500 and mix(0.5, steps=7).total_steps == 7
+    assert (plan.state(), plan.mastered(), plan.saw(0, 0, 1.0)) == ({}, [], False)
+
+
+def test_shares_that_are_not_all_of_the_batches_are_refused() -> None:
+    for shares in ([0.5, 0.4], [None, 0.5], [0.9], [0.4, 0.3, 0.3]):
+        of = [Stage(shape=Shape(length=8), share=share) for share in shares]
+        with pytest.raises(UserError, match=r"training.plan=mix needs stages that have shares"):
+            make_plan(of, TrainingConfig(plan="mix"), 0)

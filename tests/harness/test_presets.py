@@ -23,7 +23,7 @@ from tests.command import NIAH, bench
 
 
 def preset(name: str, task: str = "mqar", model: str = "mamba2") -> RunConfig:
-    (found,) = configure(task, preset=name, flags={"model.name": model})
+    (found,) = configure(task, preset=name, flags={"model.name": model}, without_data=True)
     return found
 
 

@@ -626,15 +626,15 @@ def test_out_of_memory_is_one_line(here: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_divergence_is_one_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    really, calls = training.loss_and_hits, 0
+    really, calls = training.Objective.forward, 0
 
     def diverges(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal calls
         calls += 1
-        loss, hits = really(*arguments)
-        return (loss * float("nan") if calls == 8 else loss), hits
+        nats, right = really(*arguments)
+        return (nats * float("nan") if calls == 8 else nats), right
 
-    monkeypatch.setattr(training, "loss_and_hits", diverges)
+    monkeypatch.setattr(training.Objective, "forward", diverges)
     result = bench(*NIAH, "--quiet")
     assert (result.code, result.out) == (1, "")
     assert result.err == (

@@ -17,7 +17,14 @@ from decaybench.harness import training
 from decaybench.harness.config import RunConfig, make_config
 from decaybench.harness.evaluation import evaluate
 from decaybench.harness.progress import Progress
-from decaybench.harness.training import loss_and_hits, matmul_dtype, parameter_groups, to_tensors, train
+from decaybench.harness.training import (
+    Objective,
+    loss_and_hits,
+    matmul_dtype,
+    parameter_groups,
+    to_tensors,
+    train,
+)
 from decaybench.models.checkpoints import checkpoints_in, read_checkpoint
 from decaybench.models.language_model import LanguageModel, build_model
 from decaybench.models.mixers.parts import ShortConv
@@ -47,12 +54,15 @@ def test_the_loss_is_the_cross_entropy_at_the_labels(task: str) -> None:
     found = config({"name": task, "train_length": 32})
     made = make_task(found.task)
     batch = made.batch(made.stages()[-1].shape, "train", 0, torch.arange(5).numpy())
-    tokens, labels = to_tensors(batch, "cpu")
+    tokens, labels, positions = to_tensors(batch, "cpu")
+    assert positions is None
     model = build_model(found.model, 1)
     loss, hits = loss_and_hits(model, tokens, labels)
     logits = model(tokens).logits
     expected = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED)
     assert torch.allclose(loss, expected, rtol=1e-6)
+    nats, right = Objective(model)(tokens, labels, None)
+    assert torch.allclose(nats / len(hits), expected, rtol=1e-6) and int(right) == int(hits.sum())
     assert loss.requires_grad and not hits.requires_grad
     asked = labels != IGNORED
     assert torch.equal(hits, (logits.argmax(-1) == labels)[asked])
@@ -381,13 +391,13 @@ def test_saving_takes_a_small_share_of_the_time(
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The labels of each step of the trainings that follow."""
     seen: list[torch.Tensor] = []
-    really = training.loss_and_hits
+    really = Objective.forward
 
-    def watch(model: LanguageModel, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
+    def watch(self: Objective, tokens: torch.Tensor, labels: torch.Tensor, positions: None) -> Any:
         seen.append(labels)
-        return really(model, tokens, labels)
+        return really(self, tokens, labels, positions)
 
-    monkeypatch.setattr(training, "loss_and_hits", watch)
+    monkeypatch.setattr(Objective, "forward", watch)
     return seen
 
 
@@ -438,7 +448,7 @@ def test_the_same_set_has_the_same_wrong_labels_in_every_epoch(tmp_path: Path, m
 def test_the_curriculum_goes_on_under_label_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that knows every answer: by its noisy labels alone it would master nothing."""
     truth: dict[str, torch.Tensor] = {}
-    really, batch = training.loss_and_hits, Task.batch
+    really, batch = Objective.forward, Task.batch
 
     def remember(self: Any, shape: Any, split: str, seed: int, indices: Any) -> Any:
         made = batch(self, shape, split, seed, indices)
@@ -446,13 +456,13 @@ def test_the_curriculum_goes_on_under_label_noise(tmp_path: Path, monkeypatch: p
             truth["labels"] = torch.from_numpy(made.labels)
         return made
 
-    def knows(model: LanguageModel, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
-        loss, _ = really(model, tokens, labels)
+    def knows(self: Objective, tokens: torch.Tensor, labels: torch.Tensor, positions: None) -> Any:
+        nats, _ = really(self, tokens, labels, positions)
         asked = labels != IGNORED
-        return loss, labels[asked] == truth["labels"][asked]
+        return nats, (labels[asked] == truth["labels"][asked]).sum()
 
     monkeypatch.setattr(Task, "batch", remember)
-    monkeypatch.setattr(training, "loss_and_hits", knows)
+    monkeypatch.setattr(Objective, "forward", knows)
     settings = {"steps": 60, "batch_samples": 64, "review": 0, "label_noise": 0.5}
     _, info = trained(config({"name": "mqar", "train_length": 16}, training=settings), tmp_path / "mqar")
     assert [stage.step is not None for stage in info.stages] == [True, True, True]
@@ -463,14 +473,14 @@ def test_the_curriculum_goes_on_under_label_noise(tmp_path: Path, monkeypatch: p
 def test_the_curriculum_asks_for_no_more_than_the_task_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ceiling: float | None, mastered: int
 ) -> None:
-    really = training.loss_and_hits
+    really = Objective.forward
 
-    def half_right(*arguments: Any) -> Any:
-        loss, hits = really(*arguments)
-        return loss, torch.arange(len(hits)) % 2 == 0
+    def half_right(self: Objective, tokens: torch.Tensor, labels: torch.Tensor, positions: None) -> Any:
+        nats, _ = really(self, tokens, labels, positions)
+        return nats, ((labels != IGNORED).sum() + 1) // 2
 
     monkeypatch.setattr(Mqar, "ceiling", lambda self, shape: ceiling)
-    monkeypatch.setattr(training, "loss_and_hits", half_right)
+    monkeypatch.setattr(Objective, "forward", half_right)
     settings = {"steps": 100, "batch_samples": 4, "review": 0}
     _, info = trained(config({"name": "mqar", "train_length": 16}, training=settings), tmp_path)
     assert sum(stage.step is not None for stage in info.stages) == mastered
@@ -480,18 +490,18 @@ def test_the_curriculum_asks_for_no_more_than_the_task_allows(
 def test_a_training_that_diverges_leaves_whole_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    really, calls = training.loss_and_hits, 0
+    really, calls = Objective.forward, 0
 
     def diverges(*arguments: Any) -> Any:
         nonlocal calls
         calls += 1
-        loss, hits = really(*arguments)
+        nats, right = really(*arguments)
         if calls < 8:
-            return loss, hits
+            return nats, right
         # Multiplied by 0 a loss is finite, and its gradient's root at 0 is not.
-        return (loss * math.nan if what == "loss" else loss + (loss * 0).sqrt()), hits
+        return (nats * math.nan if what == "loss" else nats + (nats * 0).sqrt()), right
 
-    monkeypatch.setattr(training, "loss_and_hits", diverges)
+    monkeypatch.setattr(Objective, "forward", diverges)
     found = config(
         {"name": "mqar", "train_length": 16}, training={"steps": 12, "batch_samples": 1}, checkpoint_seconds=0
     )

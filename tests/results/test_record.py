@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -19,12 +21,15 @@ from decaybench.results import record as module
 from decaybench.results.record import (
     CheckpointInfo,
     Record,
+    bits_per_byte,
     check_counts,
     data_hash,
     distance_bins,
     groups,
     json_schema,
     parse_record,
+    perplexity,
+    position_bin,
     read_record,
     record_hash,
     seal,
@@ -385,3 +390,35 @@ def test_a_record_cannot_be_changed() -> None:
     record: Record = example.record()
     with pytest.raises(ValueError, match="frozen"):
         record.seed = 3  # type: ignore[misc]
+
+
+def test_position_bins_double_and_include_their_last() -> None:
+    expected = {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 8: 8, 9: 16, 1024: 1024, 1025: 2048, 2**31: 2**31}
+    assert {position: position_bin(position) for position in expected} == expected
+
+
+def test_bits_by_byte_is_a_ratio_of_sums() -> None:
+    likely, size = [-math.log(2) * bits for bits in (8, 40, 0)], [1, 5, 3]
+    ratio, error = bits_per_byte(likely, size)
+    assert ratio == pytest.approx(48 / 9)
+    residues = [8 - ratio, 40 - 5 * ratio, -3 * ratio]
+    assert error == pytest.approx(math.sqrt(sum(r * r for r in residues) / 2 / 3) / 3)
+    assert bits_per_byte([-7.0], [2])[1] == 0.0
+    assert bits_per_byte([-1.0] * 9, [4] * 9)[1] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_error_of_bits_by_byte_is_the_spread_that_is_seen() -> None:
+    draws = np.random.default_rng(0)
+    found = []
+    for _ in range(400):
+        size = draws.integers(50, 150, 40)
+        bits = 2 * size + draws.normal(0, 20, 40)
+        found.append(bits_per_byte(list(-math.log(2) * bits), size.tolist()))
+    ratios, errors = np.array(found).T
+    assert ratios.mean() == pytest.approx(2, abs=0.01)
+    assert errors.mean() == pytest.approx(ratios.std(), rel=0.15)
+
+
+def test_perplexity_is_that_of_a_whole_answer() -> None:
+    assert perplexity([-2.0, -4.0]) == pytest.approx(math.exp(3))
+    assert perplexity([0.0]) == 1.0 and perplexity([-1e6]) is None

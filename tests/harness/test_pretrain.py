@@ -1,0 +1,618 @@
+"""Language models on text: what an evaluation sums up, against each document alone; training in parts; the command."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+import sys
+import types
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from decaybench.core.errors import RunError, UserError
+from decaybench.harness import evaluation, training
+from decaybench.harness.config import RunConfig, make_config
+from decaybench.harness.estimate import estimate
+from decaybench.harness.evaluation import Evaluated, evaluate
+from decaybench.harness.plans import make_plan
+from decaybench.harness.presets import configure
+from decaybench.harness.progress import Progress
+from decaybench.harness.training import learning_rate, train
+from decaybench.harness.verify import verify
+from decaybench.models.checkpoints import checkpoints_in, read_checkpoint
+from decaybench.models.language_model import LanguageModel, build_model
+from decaybench.results.record import CellResult, Record, parse_record, read_record, record_hash
+from decaybench.results.run_folder import EvaluationFolder, RunFolder
+from decaybench.tasks.registry import make_task
+from tests.command import bench, start
+from tests.token_shards import prepared, stories
+
+T = 32
+MODELS: dict[str, dict[str, Any]] = {
+    "mamba2+post": {"d_model": 16, "n_layers": 2, "mixer": {"d_state": 8, "headdim": 8}, "post": {}},
+    "attention": {"name": "attention", "d_model": 16, "n_layers": 2, "mixer": {"n_heads": 2}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("text") / "stories", stories(60, longest=30))
+
+
+def config(folder: Path, model: str = "mamba2+post", **settings: Any) -> RunConfig:
+    return make_config(
+        {
+            "model": MODELS[model],
+            "task": {"name": "text", "train_length": T, "data": str(folder), **settings.pop("task", {})},
+            "training": {"steps": 12, "batch_samples": 6, "warmup": 2, **settings.pop("training", {})},
+            "evaluation": {"lengths": ["1x", "4x"], "samples": 5, **settings.pop("evaluation", {})},
+            **settings,
+        }
+    )
+
+
+def live_model(found: RunConfig) -> LanguageModel:
+    """A model whose answers differ from place to place."""
+    model = build_model(found.model, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(3.0)
+    return model.eval()
+
+
+def asked(found: RunConfig, folder: Path) -> Evaluated:
+    return evaluate(
+        live_model(found),
+        found,
+        EvaluationFolder(folder),
+        train_length=T,
+        device="cpu",
+        progress=Progress(quiet=True),
+    )
+
+
+def trained(found: RunConfig, folder: Path) -> tuple[LanguageModel, list[dict[str, Any]]]:
+    """The model, and the events of its training."""
+    opened = RunFolder.open(folder)
+    opened.write_config(found.plain())
+    model, _, _ = train(found, opened, device="cpu", backend="torch", progress=Progress(quiet=True))
+    return model, [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+# --- what is summed up
+
+
+def documents(tokens: np.ndarray, labels: np.ndarray, reset: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """A window's documents, each with its separator first."""
+    starts = [0, *(place for place in range(1, len(tokens)) if reset and tokens[place] == 256), len(tokens)]
+    for first, stop in pairwise(starts):
+        yield tokens[first:stop], labels[first:stop]
+
+
+def by_hand(model: LanguageModel, tokens: np.ndarray, labels: np.ndarray, reset: bool) -> dict[int, list[float]]:
+    """By the last position of a bin: tokens asked, right first choices, bytes, nats."""
+    found: dict[int, list[float]] = {}
+    for ids, wanted in documents(tokens, labels, reset):
+        with torch.no_grad():
+            chances = model(torch.from_numpy(ids)[None]).logits[0].double().log_softmax(-1).numpy()
+        for t, label in enumerate(wanted.tolist(), start=1):
+            high = next(2**k for k in range(20) if t <= 2**k)
+            sums = found.setdefault(high, [0, 0, 0, 0.0])
+            sums[0] += 1
+            sums[1] += int(chances[t - 1].argmax() == label)
+            sums[2] += int(label < 256)
+            sums[3] -= float(chances[t - 1, label])
+    return dict(sorted(found.items()))
+
+
+@pytest.mark.parametrize("piece", [7, 4096])
+@pytest.mark.parametrize(("model", "reset"), [("mamba2+post", True), ("mamba2+post", False), ("attention", True)])
+def test_sums_are_those_of_each_document_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, reset: bool, piece: int
+) -> None:
+    monkeypatch.setattr(evaluation.predict, "__kwdefaults__", {"likelihood": False, "piece": piece})
+    found = config(folder, model, task={"reset": reset})
+    result = asked(found, tmp_path)
+    made = make_task(found.task)
+    several = 0
+    for cell, said in zip(made.cells(found.evaluation, [T, 4 * T]), result.cells, strict=True):
+        batch = made.batch(cell.shape, "test", 0, np.arange(5))
+        several += int((batch.tokens[:, 1:] == 256).sum())
+        rows = [by_hand(live_model(found), *row, reset) for row in zip(batch.tokens, batch.labels, strict=True)]
+        lines = EvaluationFolder(tmp_path).samples(cell.name).read()
+        for row, line in zip(rows, lines, strict=True):
+            assert line.by_position is not None and (line.target, line.answer, line.distance) == ((), (), ())
+            assert [part.high for part in line.by_position] == list(row)
+            for part, (count, right, size, nats) in zip(line.by_position, row.values(), strict=True):
+                assert (part.asked, part.correct, part.bytes) == (count, right, size)
+                assert part.nats == pytest.approx(nats, rel=2e-5)
+            assert line.score == sum(sums[1] for sums in row.values()) / cell.shape.length
+            assert line.log_likelihood == pytest.approx(-math.fsum(part.nats for part in line.by_position), abs=1e-6)
+        check_cell(said, rows)
+    assert several > 3, "or nothing starts anew"
+
+
+def check_cell(said: CellResult, rows: list[dict[int, list[float]]]) -> None:
+    totals = np.array([np.sum(list(row.values()), axis=0) for row in rows])
+    assert said.asked == tuple(totals[:, 0]) and said.correct == tuple(totals[:, 1])
+    assert said.bytes == tuple(totals[:, 2]) and said.log_likelihood == pytest.approx(-totals[:, 3], rel=2e-5)
+    assert said.value == pytest.approx((totals[:, 1] / totals[:, 0]).mean())
+    bits = totals[:, 3] / math.log(2)
+    ratio = bits.sum() / totals[:, 2].sum()
+    assert said.bits_per_byte == pytest.approx(ratio, rel=2e-5)
+    n, spread = len(rows), np.cov(bits, totals[:, 2])
+    variance = (spread[0, 0] - 2 * ratio * spread[0, 1] + ratio**2 * spread[1, 1]) / n
+    assert said.bits_per_byte_error == pytest.approx(math.sqrt(variance) / totals[:, 2].mean(), rel=1e-3)
+    assert said.perplexity is None and said.by_distance == ()
+    assert said.by_position is not None
+    highs = sorted({high for row in rows for high in row})
+    assert [(part.low, part.high) for part in said.by_position] == [(high // 2 + 1, high) for high in highs]
+    for part in said.by_position:
+        here = np.array([row[part.high] for row in rows if part.high in row])
+        assert part.samples == len(here)
+        assert [part.asked, part.correct, part.bytes] == here[:, :3].sum(0).tolist()
+        assert part.nats == pytest.approx(here[:, 3].sum(), rel=2e-5)
+        assert part.perplexity == pytest.approx(math.exp(here[:, 3].sum() / here[:, 0].sum()), rel=1e-4)
+        assert part.bits_per_byte == pytest.approx(here[:, 3].sum() / math.log(2) / here[:, 2].sum(), rel=2e-5)
+
+
+def test_a_model_that_knows_nothing_takes_the_logarithm_of_its_vocabulary(folder: Path, tmp_path: Path) -> None:
+    found = config(folder)
+    model = build_model(found.model, 0)
+    with torch.no_grad():
+        model.norm.weight.zero_()
+    result = evaluate(
+        model, found, EvaluationFolder(tmp_path), train_length=T, device="cpu", progress=Progress(quiet=True)
+    )
+    for cell in result.cells:
+        assert cell.bytes is not None
+        assert cell.bits_per_byte == pytest.approx(math.log2(257) * sum(cell.asked) / sum(cell.bytes), rel=1e-6)
+
+
+def damaged(line: dict[str, Any], what: str) -> None:
+    part = line["by_position"][2]
+    changes: dict[str, Callable[[], Any]] = {
+        "asked": lambda: part.update(asked=part["asked"] + 1),
+        "bytes": lambda: part.update(bytes=part["bytes"] + 1),
+        "high": lambda: part.update(high=64),
+        "more right than asked": lambda: part.update(correct=part["asked"] + 1),
+        "nats": lambda: part.update(nats=part["nats"] + 1),
+        "likelihood": lambda: line.update(log_likelihood=line["log_likelihood"] - 1),
+        "score": lambda: line.update(score=0.123),
+        "no sums": lambda: line.pop("by_position"),
+        "a bin less": lambda: line["by_position"].pop(),
+    }
+    changes[what]()
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["asked", "bytes", "high", "more right than asked", "nats", "likelihood", "score", "no sums", "a bin less"],
+)
+def test_a_line_that_is_not_the_tasks_own_is_done_again(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    found = config(folder, batch_tokens=2 * T)
+    whole = asked(found, tmp_path)
+    (path,) = tmp_path.rglob(f"*length{T}.jsonl")
+    content = path.read_bytes()
+    lines = [json.loads(line) for line in content.splitlines()]
+    damaged(lines[2], what)
+    path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    again = asked(found, tmp_path)
+    assert "line 3 is damaged" in capsys.readouterr().err
+    assert path.read_bytes() == content
+    assert (again.cells, again.tokens) == (whole.cells, 3 * T)
+
+
+# --- training
+
+
+def test_a_batch_in_parts_gives_the_gradients_of_the_whole(folder: Path, tmp_path: Path) -> None:
+    whole, events = trained(config(folder), tmp_path / "whole")
+    for tokens in (1, 2 * T, 4 * T):
+        parts, same = trained(config(folder, micro_batch_tokens=tokens), tmp_path / str(tokens))
+        assert same[-1]["loss"] == pytest.approx(events[-1]["loss"], abs=1e-5)
+        assert same[-1]["tokens"] == events[-1]["tokens"] == 12 * 6 * T
+        for name, value in parts.state_dict().items():
+            assert torch.allclose(value, whole.state_dict()[name], rtol=1e-3, atol=1e-4), name
+    hashes = {config(folder, micro_batch_tokens=n).training_hash for n in (None, 1, 64)}
+    assert len(hashes) == 1, "how it is computed is no part of what is computed"
+
+
+def test_activations_made_again_change_nothing(folder: Path, tmp_path: Path) -> None:
+    kept, _ = trained(config(folder), tmp_path / "kept")
+    again, _ = trained(config(folder, recompute=True), tmp_path / "again")
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in kept.state_dict().items())
+
+
+def test_activations_are_made_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {False: 0, True: 0}
+    for recompute in calls:
+        model = build_model(config(folder).model)
+        mixer, really = model.blocks[1].mixer, model.blocks[1].mixer.forward
+
+        def counted(*arguments: Any, really: Any = really, recompute: bool = recompute) -> Any:
+            calls[recompute] += 1
+            return really(*arguments)
+
+        monkeypatch.setattr(mixer, "forward", counted)
+        if recompute:
+            training._recompute(model)
+        tokens = torch.zeros(1, 8, dtype=torch.long)
+        model.score(tokens, tokens).nats.sum().backward()
+        assert model.embedding.weight.grad is not None
+    assert calls == {False: 1, True: 2}
+
+
+def test_checkpoints_are_kept_by_rule(folder: Path, tmp_path: Path) -> None:
+    trained(config(folder, keep=4, checkpoint_seconds=0), tmp_path / "all")
+    assert [path.name for path in checkpoints_in(tmp_path / "all" / "checkpoint")] == [
+        f"step-{step:08d}" for step in (4, 8, 11, 12)
+    ]
+    trained(config(folder, keep=5, checkpoint_seconds=1000), tmp_path / "rare")
+    steps = [read_checkpoint(path).facts["step"] for path in checkpoints_in(tmp_path / "rare" / "checkpoint")]
+    assert steps == [5, 10, 12]
+
+
+def test_a_cosine_ends_at_its_floor(folder: Path) -> None:
+    settings = {"schedule": "cosine", "warmup": 10, "learning_rate": 1e-2, "floor": 1e-3, "steps": 100}
+    found = config(folder, training=settings).training
+    plan = make_plan(make_task(config(folder).task).stages(), found, 0)
+    rates = [learning_rate(found, step, plan) for step in range(101)]
+    assert rates[100] == pytest.approx(1e-3) and rates[99] > 1e-3
+    assert rates[50] == pytest.approx(5.5e-3) and rates[0] == pytest.approx(1e-3, rel=1e-2)
+    for step in (20, 77):
+        assert rates[step] == pytest.approx(1e-3 + 9e-3 * 0.5 * (1 + math.cos(math.pi * step / 100)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"floor": 1e-3, "schedule": "linear-by-epoch"}, "training.floor is for schedules hold and cosine"),
+        ({"floor": 0.1}, "training.floor=0.1 is above training.learning_rate=0.01"),
+        ({"floor": -1}, "training.floor=-1"),
+        ({"plan": "epochs"}, "training.plan=epochs needs task.stages.0.examples"),
+        ({"label_noise": 0.1}, "doesn't say which tokens can be an answer"),
+    ],
+)
+def test_settings_that_do_not_fit_are_said(folder: Path, tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        trained(config(folder, training=settings), tmp_path)
+    assert said in str(error.value)
+
+
+def test_a_mix_needs_the_plan_that_mixes(folder: Path) -> None:
+    for plan in ("mastery", "epochs"):
+        with pytest.raises(UserError, match=rf"training.plan={plan} doesn't mix: stages with shares"):
+            config(folder, task={"mix": "niah-text:0.2", "train_length": 512}, training={"plan": plan})
+    with pytest.raises(UserError, match=r"training.plan=mix needs stages that have shares"):
+        make_config({"task": {"name": "mqar"}, "training": {"plan": "mix"}})
+
+
+def test_passages_come_in_their_share_of_the_batches(folder: Path, tmp_path: Path) -> None:
+    settings = {"steps": 10, "batch_samples": 2}
+    found = config(folder, task={"mix": "niah-text:0.2", "train_length": 512}, training=settings)
+    opened = RunFolder.open(tmp_path)
+    opened.write_config(found.plain())
+    _, info, _ = train(found, opened, device="cpu", backend="torch", progress=Progress(quiet=True))
+    assert [stage.batches for stage in info.stages] == [8, 2]
+    assert 16 * 512 < info.tokens < 20 * 512, "padding isn't counted"
+
+
+# --- TensorBoard
+
+
+class Writer:
+    """In the place of the package's."""
+
+    opened: ClassVar[list[tuple[str, int]]] = []
+    scalars: ClassVar[list[tuple[str, float, int]]] = []
+
+    def __init__(self, folder: str, purge_step: int) -> None:
+        self.opened.append((folder, purge_step))
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars.append((name, value, step))
+
+    def close(self) -> None:
+        pass
+
+
+def test_tensorboard_gets_what_the_log_gets(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = types.ModuleType("torch.utils.tensorboard")
+    stub.SummaryWriter = Writer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
+    monkeypatch.setattr(training, "_LOG_EVERY", 5)
+    _, events = trained(config(folder, tensorboard=True), tmp_path)
+    assert Writer.opened == [(str(tmp_path / "tensorboard"), 1)]
+    expected = [
+        (f"training/{name}", value, event["step"])
+        for event in events
+        for name, value in event.items()
+        if name not in ("step", "stage")
+    ]
+    assert len(events) == 3 and Writer.scalars == expected
+
+
+def test_without_tensorboards_package_it_is_said(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(RunError, match=r"tensorboard=true needs the package tensorboard: pip install"):
+        trained(config(folder, tensorboard=True), tmp_path)
+
+
+# --- the command
+
+
+def words(folder: Path, *more: str) -> tuple[str, ...]:
+    sizes = ("model.d_model=16", "model.n_layers=2", "model.mixer.headdim=8", "model.mixer.d_state=8")
+    quick = ("training.steps=12", "training.batch_tokens=128", "training.warmup=2", "checkpoint_seconds=0")
+    settings = [part for setting in (*sizes, *quick) for part in ("--set", setting)]
+    lengths = ("--train-length", str(T), "--eval-lengths", "1x,4x", "--samples", "4")
+    return ("pretrain", "--data", str(folder), *lengths, *settings, *more)
+
+
+def the_record(here: Path) -> Path:
+    (path,) = here.glob("runs/text-mamba2-*/evaluations/*/record.json")
+    return path
+
+
+def test_pretrain_from_shards_to_a_record_that_recomputes(folder: Path, here: Path) -> None:
+    data = Path(shutil.copytree(folder, here / "private" / "novels"))
+    done = bench(*words(data))
+    assert done.code == 0, done.err
+    assert "bits/byte by position" in done.out and "train tokens" in done.err
+    assert "already done" in bench(*words(data)).err
+    record = read_record(the_record(here))
+    assert record.task.config["data"] == "novels" and "private" not in record.to_json()
+    assert record.task.config["tokenizer_sha256"] and record.training is not None
+    assert record.training.tokens == 12 * 128 and record.training.config["plan"] == "mix"
+    assert [cell.eval_length for cell in record.cells] == [T, 4 * T]
+    assert bench("leaderboard", "add", str(the_record(here).parents[2]), "--file", "board.json").code == 0
+    checked = bench("leaderboard", "validate", "board.json")
+    assert checked.code == 0
+    assert "0 entries valid; 1 not recomputable here (needs novels, tokens of sha256 " in checked.out
+    shutil.move(data, here / "novels")
+    assert "1 entries, all valid" in bench("leaderboard", "validate", "board.json").out
+
+
+def test_a_checkpoint_is_measured_on_other_text(folder: Path, here: Path) -> None:
+    data = Path(shutil.copytree(folder, here / "novels"))
+    assert bench(*words(data)).code == 0
+    run = the_record(here).parents[2]
+    other = prepared(here / "others", stories(40, seed=5))
+    shutil.rmtree(data)
+    measured = bench("pretrain", "--checkpoint", str(run), "--data", str(other), "--samples", "3")
+    assert measured.code == 0, measured.err
+    (path,) = (path for path in here.glob("runs/*/evaluations/*/record.json") if path.parents[2] != run)
+    record = read_record(path)
+    assert record.checkpoint is not None and record.task.config["data"] == "others"
+    assert [cell.ratio for cell in record.cells] == [1, 2, 4, 8]
+    for more, named in ((("--mix", "niah-text:0.2"), "--mix"), (("--set", "recompute=true"), "recompute")):
+        useless = bench("pretrain", "--checkpoint", str(run), *more)
+        assert useless.code == 2 and f"leave out {named}" in useless.err
+    gone = bench("pretrain", "--checkpoint", str(run), "--samples", "3")
+    assert gone.code == 2 and "novels is no folder of token shards" in gone.err and gone.err.count("\n") == 1
+    spectrum = bench("spectrum", str(run))
+    assert spectrum.code == 0, "needs no data"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            ("--data", "nowhere"),
+            "nowhere is no folder of token shards (no manifest.json); `bench data prepare` makes one",
+        ),
+        (("--samples", "100000"), "fewer than evaluation.samples=100000"),
+        (("--mix", "niah-text"), "task.mix='niah-text': write a task and its share of the batches, niah-text:0.2"),
+        (("--mix", "niah-text:0.2"), "passages of single_1 take"),
+        (("--preset", "7b"), "unknown preset for text '7b'"),
+        (("--set", "parallel=tensor"), "parallel='tensor'"),
+        (("--set", "micro_batch_tokens=0"), "micro_batch_tokens=0"),
+        (("--set", "task.stages=[]"), "unknown key 'task.stages'"),
+    ],
+)
+def test_wrong_input_is_one_line(folder: Path, here: Path, more: tuple[str, ...], said: str) -> None:
+    done = bench(*words(folder, *more))
+    assert done.code == 2 and done.out == ""
+    assert done.err.startswith("bench: ") and done.err.count("\n") == 1 and said in done.err
+    assert not (here / "runs").exists()
+
+
+def test_other_data_in_the_same_place_are_another_run(folder: Path, here: Path) -> None:
+    data = prepared(here / "novels", stories(30, seed=1))
+    assert bench(*words(data)).code == 0
+    (saved,) = here.glob("runs/*/config.yaml")
+    shutil.rmtree(data)
+    prepared(here / "novels", stories(30, seed=2))
+    again = bench("pretrain", "--config", str(saved))
+    assert again.code == 2 and "task.data=" in again.err and "holds other tokens (sha256 " in again.err
+    assert bench(*words(here / "novels")).code == 0
+    assert len(list(here.glob("runs/*"))) == 2
+
+
+def test_kill_9_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    long = words(folder, "--set", "training.steps=60", "--set", "batch_tokens=1", "--samples", "10")
+
+    def outcome(cwd: Path) -> tuple[Any, ...]:
+        record = json.loads(the_record(cwd).read_text())
+        weights = read_checkpoint(checkpoints_in(the_record(cwd).parents[2] / "checkpoint")[-1]).sha256
+        return record["cells"], record["training"], record["task"], weights
+
+    (tmp_path / "whole").mkdir()
+    assert start(*long, cwd=tmp_path / "whole").end().code == 0
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    reached: list[Callable[[], bool]] = [
+        lambda: any(cut.glob("runs/*/checkpoint/step-0000002*")),
+        lambda: sum(path.read_bytes().count(b"\n") for path in cut.glob("runs/*/evaluations/*/samples/*")) > 5,
+    ]
+    for enough in reached:
+        work = start(*long, cwd=cut)
+        assert work.wait_for(enough)
+        work.send(signal.SIGKILL)
+        assert work.end().code == -signal.SIGKILL
+    last = start(*long, cwd=cut).end()
+    assert last.code == 0 and "going on" not in last.err
+    assert outcome(cut) == outcome(tmp_path / "whole")
+
+
+# --- records
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, EvaluationFolder]:
+    cwd = tmp_path_factory.mktemp("finished")
+    assert start(*words(folder), cwd=cwd).end().code == 0
+    return read_record(the_record(cwd)), EvaluationFolder(the_record(cwd).parent)
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "bits by byte": (lambda cell: cell.update(bits_per_byte=1.0), "bits_per_byte is 1.0, but its log-likelihoods"),
+    "its error": (lambda cell: cell.update(bits_per_byte_error=1.0), "bits_per_byte_error is 1.0, but"),
+    "bytes": (lambda cell: cell["bytes"].__setitem__(0, 1), "bits_per_byte is"),
+    "fewer bytes": (lambda cell: cell["bytes"].pop(), "bytes has 3 numbers"),
+    "no bytes": (lambda cell: cell.pop("bytes"), "running text has log_likelihood, bytes"),
+    "no positions": (lambda cell: cell.pop("by_position"), "running text has log_likelihood, bytes"),
+    "a perplexity": (lambda cell: cell.update(perplexity=3.0), "perplexity is 3.0"),
+    "a bin's nats": (lambda cell: cell["by_position"][2].update(nats=0.0), "by_position has"),
+    "a bin's tokens": (lambda cell: cell["by_position"][2].update(asked=1), "by_position has"),
+    "a bin's bytes": (lambda cell: cell["by_position"][2].update(bytes=1), "by_position has"),
+    "a bin's right ones": (lambda cell: cell["by_position"][2].update(correct=9999), "by_position has"),
+    "a bin's place": (lambda cell: cell["by_position"][2].update(low=2), "by_position must have rising powers of two"),
+    "bins' order": (lambda cell: cell["by_position"].reverse(), "by_position must have rising powers of two"),
+    "another likelihood": (lambda cell: cell["log_likelihood"].__setitem__(0, -1.0), "bits_per_byte is"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_changed_numbers_are_refused(finished: tuple[Record, EvaluationFolder], what: str) -> None:
+    record, samples = finished
+    edit, said = CHANGES[what]
+    content = json.loads(record.to_json())
+    edit(content["cells"][1])
+    with pytest.raises(UserError) as error:
+        verify(parse_record({**content, "record_id": record_hash(content)}, "record"), samples)
+    assert said in str(error.value)
+
+
+def moved(cell: dict[str, Any]) -> None:
+    """Nats from one bin to another, and a right choice: all sums stay."""
+    for a, b in (("nats", 0.5), ("bytes", 1), ("asked", 1)):
+        cell["by_position"][3][a] += b
+        cell["by_position"][4][a] -= b
+
+
+def test_sums_that_agree_with_themselves_alone_are_refused(
+    finished: tuple[Record, EvaluationFolder], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, samples = finished
+    monkeypatch.chdir(folder.parent)  # where the record's name of the data is a folder's
+    verify(record, samples)
+    verify(record)
+    content = json.loads(record.to_json())
+    moved(content["cells"][1])
+    changed = parse_record({**content, "record_id": record_hash(content)}, "record")
+    for known in (samples, None):
+        with pytest.raises(UserError, match="by_position is not what it should be"):
+            verify(changed, known)
+
+
+# --- sizes, and what they would take
+
+
+def of_size(size: str, model: str, *settings: str) -> RunConfig:
+    flags = {"model.name": model}
+    (found,) = configure("text", preset=size, flags=flags, settings=settings, without_data=True)
+    return found
+
+
+def mamba2_parameters(d: int, layers: int, vocabulary: int = 128_256, state: int = 128, head: int = 64) -> int:
+    inner = 2 * d
+    heads = inner // head
+    conv = inner + 2 * state
+    block = d * (inner + conv + heads) + conv * 5 + 3 * heads + inner + inner * d + d
+    return vocabulary * d + layers * block + d
+
+
+@pytest.mark.parametrize(("size", "d", "layers"), [("180m", 768, 24), ("440m", 1024, 48), ("1.5b", 2048, 48)])
+def test_published_sizes_have_the_parameters_that_they_imply(size: str, d: int, layers: int) -> None:
+    nominal = {"180m": 180e6, "440m": 440e6, "1.5b": 1.5e9}[size]
+    counted = {}
+    for model in ("mamba2", "rwkv7", "gated_deltanet", "gla", "retnet", "attention"):
+        made = build_model(of_size(size, model).model, device="meta")
+        counted[model] = sum(weight.numel() for weight in made.parameters())
+        with_gates = 1.35 if model == "gated_deltanet" else 1.1  # an output gate as wide as its doubled values
+        assert 0.9 * nominal < counted[model] < with_gates * nominal, model
+    assert counted["mamba2"] == mamba2_parameters(d, layers)
+    assert counted["attention"] == 128_256 * d + layers // 2 * (4 * d * d + 3 * d * 8 * -(-d // 3) + 2 * d) + d
+
+
+@pytest.mark.parametrize(("size", "tokens", "rate"), [("180m", 4e9, 6e-4), ("440m", 9e9, 3e-4), ("1.5b", 3e10, 2e-4)])
+def test_published_sizes_are_trained_as_published(size: str, tokens: float, rate: float) -> None:
+    for model, betas, eps in (("mamba2", (0.9, 0.95), 1e-8), ("rwkv7", (0.9, 0.99), 1e-18)):
+        found = of_size(size, model)
+        training = found.training
+        plan = make_plan(make_task(found.task).stages(), training, 0)
+        assert plan.total_steps == math.ceil(tokens / 524_288)
+        assert (found.task.train_length, training.batch_tokens, training.dtype) == (2048, 524_288, "bfloat16")
+        assert (training.learning_rate, training.floor, training.schedule) == (rate, 1e-5, "cosine")
+        assert training.warmup == round(plan.total_steps / 100)
+        assert (training.betas, training.eps, training.weight_decay, training.clip) == (betas, eps, 0.1, 1.0)
+        assert found.model.tie_embeddings and found.model.vocab_size == 128_256
+
+
+def test_micro_models_have_one_to_three_million_parameters(folder: Path) -> None:
+    for model in ("mamba2", "rwkv7", "gated_deltanet", "gla", "retnet", "attention"):
+        for addons in ({}, {"model.bft": {}}):
+            flags = {"model.name": model, "task.data": str(folder), **addons}
+            (found,) = configure("text", flags=flags)
+            assert (found.task.train_length, found.model.vocab_size) == (1024, 257)
+            made = build_model(found.model, device="meta")
+            assert 1e6 < sum(weight.numel() for weight in made.parameters()) < 3e6, model
+
+
+def test_a_dry_run_says_what_training_would_take(folder: Path, here: Path) -> None:
+    done = bench(*words(folder, "--dry-run", "--set", "micro_batch_tokens=64"))
+    assert done.code == 0
+    assert "what training would take" in done.out and "12 of 128 tokens; a process computes 64 at once" in done.out
+    told = json.loads(bench(*words(folder, "--dry-run", "--json")).out)
+    made = build_model(config(folder).model, device="meta")
+    assert (told["steps"], told["tokens"], told["part_tokens"]) == (12, 12 * 128, 128)
+    assert told["state_bytes"] == 16 * mamba2_parameters(16, 2, 257, 8, 8)
+    assert told["memory_bytes"] > told["state_bytes"] and made is not None
+    assert not (here / "runs").exists()
+    assert bench("pretrain", "--dry-run", "--checkpoint", "x").code == 2
+
+
+def test_arithmetic_is_what_products_of_matrices_take(folder: Path) -> None:
+    """Attention by hand: 6 a weight and token, embedding as the head, and scores and mixture over all pairs."""
+    found = of_size("micro", "attention", "task.train_length=64", "training.steps=3", "training.batch_samples=2")
+    told = estimate(found)
+    d, layers, V, L = 192, 4, 128_256, 64
+    products = layers * (4 * d * d + 3 * d * 512) + V * d
+    assert told.flops == pytest.approx(3 * 2 * L * (6 * products + layers * 12 * L * d), rel=1e-4), "norms are little"
+
+
+def test_blocks_are_a_straight_line(folder: Path) -> None:
+    """Of four layers, counted from two and three, what counting all of them gives; made again, they keep less."""
+    found = of_size("micro", "mamba2", "task.train_length=128", "model.n_layers=4")
+    from decaybench.harness import estimate as module
+
+    told = estimate(found)
+    flops, kept = module._count(found.model, 128)
+    rows = told.part_tokens // 128
+    assert told.flops == flops * told.tokens / 128 and told.activation_bytes == kept * rows
+    again = estimate(of_size("micro", "mamba2", "task.train_length=128", "model.n_layers=4", "recompute=true"))
+    assert again.activation_bytes is not None and again.activation_bytes < 0.5 * told.activation_bytes
+    assert again.flops is not None and told.flops < again.flops < 1.4 * told.flops
