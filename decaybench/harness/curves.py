@@ -2,13 +2,15 @@
 
 An ink and a mark an architecture, the same in every figure; dashed and hollow is the architecture alone, solid and
 filled its first add-on. Every seed is a mark and a line joins their medians. Where there are several architectures, one
-more panel shows their medians together. Thin grey is what rules without a model reach.
+more panel shows their medians together. Thin grey is what rules without a model reach. Of running text it is bits by
+byte by position, in the longest windows that all seeds were asked.
 """
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +35,7 @@ from decaybench.harness.drawing import (
 from decaybench.harness.rule_lines import SAID, draw_rules
 from decaybench.models.registry import architectures
 from decaybench.results.comparison import comparable
-from decaybench.results.leaderboard import Row, differences, read_leaderboard
+from decaybench.results.leaderboard import BITS, Row, differences, read_leaderboard
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,7 +70,13 @@ def draw_leaderboard(
 
 
 def leaderboard_figure(lines: Sequence[Row]) -> Figure:
-    """Accuracy by length of rows that may stand in one figure: for each variant a panel an architecture."""
+    """Accuracy by length of rows that may stand in one figure: for each variant a panel an architecture.
+
+    Of running text: bits by byte by position. Raises UserError where there are no positions that all seeds have.
+    """
+    what, along = lines[0].measure, "length"
+    if what == BITS:
+        lines, along = [_by_position(row) for row in lines], "position"
     variants = list(dict.fromkeys(row.variant for row in lines))
     found = _in_order(dict.fromkeys(row.architecture for row in lines))
     titles = [*found, *([_TOGETHER] if len(found) > 1 else [])]
@@ -80,10 +88,10 @@ def leaderboard_figure(lines: Sequence[Row]) -> Figure:
     said = 1.6 if _rules(lines) else 1.4  # a line more
     size = (min(max(5.6, _WIDTH * columns), _PAGE), height * rows * len(variants) + said)
     with style():
-        figure, panels = make_panels(f"{asked}: accuracy by length", rows * columns * len(variants), columns, size)
+        figure, panels = make_panels(f"{asked}: {what} by {along}", rows * columns * len(variants), columns, size)
         for number, variant in enumerate(variants):
             block = _block(panels[number * rows * columns :][: rows * columns], len(titles), columns)
-            name_axes(block, columns, "length (tokens)" if variant == variants[-1] else "", "accuracy")
+            name_axes(block, columns, f"{along} (tokens)" if variant == variants[-1] else "", what)
             asked_alike = [row for row in lines if row.variant == variant]
             for place, (panel, title) in enumerate(zip(block, titles, strict=True), start=1):
                 panel.set_title(title if len(variants) == 1 else f"{variant}: {title}")
@@ -95,6 +103,13 @@ def leaderboard_figure(lines: Sequence[Row]) -> Figure:
         legend_below(figure, list(_legend(looks)), 4, title=_caption(lines, int(13.5 * size[0])))
         thin(figure)
     return figure
+
+
+def _by_position(row: Row) -> Row:
+    """With octaves of the position in the place of lengths."""
+    if not row.positions:
+        raise UserError(f"{row.model}: its seeds have no length in common with text enough to draw by position")
+    return replace(row, points={str(point.eval_length): point for point in row.positions})
 
 
 def _block(panels: list[Axes], count: int, columns: int) -> list[Axes]:
@@ -114,7 +129,10 @@ def _looks(lines: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 def _draw_panel(panel: Axes, here: Sequence[Row], looks: dict[str, dict[str, Any]], seeds: bool) -> None:
     """Rows as lines; seeds: with a mark each, models side by side."""
-    unit_axis(panel)
+    if any(row.measure == BITS for row in here):
+        panel.grid(axis="y")
+    else:
+        unit_axis(panel)
     order = _in_order({*architectures(), *(row.architecture for row in here)})
     for row in here:
         place = order.index(row.architecture)
@@ -176,12 +194,17 @@ def _caption(lines: Sequence[Row], width: int) -> str:
     samples = _span([n for point in points for n in point.samples], "sample")
     depths = ", mean over depths" if any(point.depths for point in points) else ""
     bold = "bold: training length; " if lines[0].train_length is not None else ""
-    sizes = {name: lines[0].settings.get(f"model.{name}") for name in ("d_model", "n_layers")}
-    told = [f"{name} {size}" for name, size in sizes.items() if size is not None]
+    sizes = {name: {row.settings.get(f"model.{name}") for row in lines} for name in ("d_model", "n_layers")}
+    told = [f"{name} {size}" for name, several in sizes.items() if len(several) == 1 for size in several - {None}]
     told.append(_span([row.parameters for row in lines], "parameter"))
     if noise := lines[0].settings.get("training.label_noise"):  # the same in all lines of a figure
         told.append(f"trained with label noise {noise:g}")
     rules = [f"{SAID}, on the same samples"] if any(point.references for point in points) else []
+    if lines[0].measure == BITS:
+        rules.append(
+            "a mark at 1024 is of positions 513 to 1024, in the longest windows that a model's seeds were asked"
+        )
+        samples = _span([n for point in points for n in point.samples], "window")
     said = [f"{shown}; {samples} a cell{depths}", *rules, bold + ", ".join(told), *_training(lines)]
     return "\n".join(textwrap.fill(line, width) for line in said)
 

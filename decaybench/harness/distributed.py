@@ -99,7 +99,8 @@ def expected_processes() -> int:
 def joined(device: str) -> Iterator[World]:
     """Meet the other processes of this run, and part from them at the end. device: cpu or cuda, resolved.
 
-    Inside another one it is that one's. Raises RunError where they don't come together.
+    Inside another one it is that one's. Raises RunError where they don't come together, and where one of them ends
+    before the others: whoever waits for it learns that from the connection.
     """
     size = expected_processes()
     if size == 1:
@@ -116,6 +117,13 @@ def joined(device: str) -> Iterator[World]:
         raise RunError(f"the {size} processes don't come together: {' '.join(str(error).split())[:200]}") from None
     try:
         yield World(dist.get_rank(), dist.get_world_size(), device)
+    except RuntimeError as error:
+        if not _is_parting(error):
+            raise
+        raise RunError(
+            f"another of the {size} processes ended, or can't be reached any more; the same command goes on from the "
+            "last checkpoint"
+        ) from error
     finally:
         gc.collect()  # shared modules hold the group, whose threads must end before the interpreter does
         dist.destroy_process_group()
@@ -189,6 +197,11 @@ def _is_shard(tensor: Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
+
+
+def _is_parting(error: RuntimeError) -> bool:
+    """Whether an error is of what connects the processes; gloo's have no class of their own."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error) or "by peer" in str(error)
 
 
 class _Silent(Progress):

@@ -39,6 +39,7 @@ from decaybench.harness.drawing import (
     unit_axis,
 )
 from decaybench.harness.rule_lines import SAID, draw_levels, draw_rules
+from decaybench.harness.text_plots import bits_by_length, bits_by_position
 from decaybench.results.record import CellResult, DistanceBin, Group, Record, groups, label_noise
 
 if TYPE_CHECKING:
@@ -70,10 +71,12 @@ def evaluation_figures(record: Record) -> dict[str, Figure]:
     accuracy-length-depth: a heat map a variant, of the cells with a depth. accuracy-length: a line a variant, depths
     pooled, each in a panel of its own where rules without a model stand beside it. accuracy-distance: a panel a variant
     and a line an evaluation length, of the cells with distances; a point is a share of questions, and its interval
-    counts samples (`DistanceBin.share_interval`).
+    counts samples (`DistanceBin.share_interval`). Of running text there are bits-length and bits-position alone.
     """
     figures = {}
     with style():
+        if any(cell.by_position for cell in record.cells):
+            return {"bits-length": bits_by_length(record), "bits-position": bits_by_position(record)}
         if any("depth" in cell.coordinates for cell in record.cells):
             figures["accuracy-length-depth"] = _length_depth(record)
         figures["accuracy-length"] = _length(record)

@@ -318,7 +318,7 @@ def _one_step(work: _Work, config: RunConfig, parts: Sequence[Batch], device: st
     tokens = sum(int(part.lengths.sum()) for part, labels in zip(parts, asked, strict=True) if labels)
     all_labels, all_tokens = world.sums(sum(asked), tokens)
     work.optimiser.zero_grad(set_to_none=True)
-    sums = torch.zeros(2, device=device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     with _dropout_of_step(work, world):
         for number, part in enumerate(parts, start=1):
             with part_of_step(work.objective, last=number == len(parts)):

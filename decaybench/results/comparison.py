@@ -1,8 +1,9 @@
 """Which rows of a leaderboard may stand in one figure: like with like, one experiment a model.
 
 Equal must be what was asked (the task's rules, its evaluation, the training length that lengths are multiples of, the
-samples themselves), how many training labels were wrong, and the models' width and depth. Else training may differ from
-model to model: each architecture has its own learning rate.
+samples themselves), how many training labels were wrong, and the models' width and depth, but of language models, whose
+sizes are made to have as many parameters. Else training may differ from model to model: each architecture has its own
+learning rate.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from decaybench.core.config import apply_settings
 from decaybench.core.errors import UserError
 from decaybench.core.names import unknown
-from decaybench.results.leaderboard import Row, differences, distinct, rows, settings_of, short
+from decaybench.results.leaderboard import BITS, Row, differences, distinct, rows, settings_of, short
 from decaybench.results.record import Record
 
 _SHARED = (
@@ -23,9 +24,8 @@ _SHARED = (
     "task.",
     "evaluation.",
     "training.label_noise",
-    "model.d_model",
-    "model.n_layers",
 )
+_SIZES = ("model.d_model", "model.n_layers")
 _CONTROL = "model.bft.control"  # what stands in the place of BFT's filter: none, or a gate
 
 
@@ -95,8 +95,9 @@ def _read(value: str) -> Any:
 
 
 def _check_alike(lines: Sequence[Row]) -> None:
+    shared = _SHARED if lines and lines[0].measure == BITS else (*_SHARED, *_SIZES)
     for key, values in differences(lines).items():
-        if key.startswith(_SHARED):
+        if key.startswith(shared):
             raise UserError(
                 f"these records can't stand in one figure: {key} is {_listed(values)}; choose with --where {key}=VALUE"
             )

@@ -21,8 +21,10 @@ from decaybench.core.errors import RunError, UserError
 from decaybench.core.files import atomic_write_json, read_json, writing
 from decaybench.core.hashing import digest, without_absent
 from decaybench.results.record import (
+    ENOUGH,
     CellResult,
     Coordinates,
+    PositionBin,
     Record,
     check_counts,
     label_noise,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SCHEMA_VERSION = 1
+ACCURACY, BITS = "accuracy", "bits/byte"
 
 _PATIENCE = 60.0  # seconds that a writer waits for another
 
@@ -42,8 +45,9 @@ _PATIENCE = 60.0  # seconds that a writer waits for another
 class Point:
     """What an experiment reached at one length.
 
-    by_seed: accuracies, 0..1, the mean over depths. samples: of a cell, fewest and most. depths: whether there are
-    several. references: what rules without a model reach, by name, the mean over cells; empty: the task has none.
+    by_seed: accuracies, 0..1, the mean over depths; of running text bits by byte. samples: of a cell, fewest and most.
+    depths: whether there are several. references: what rules without a model reach, by name, the mean over cells;
+    empty: the task has none.
     """
 
     eval_length: int
@@ -65,6 +69,8 @@ class Row:
 
     points: by column. longest_trained: the shortest, over seeds, of the longest sequences trained on, tokens.
     settings: every setting by its dotted key; what tells two rows apart that are else the same is found in it.
+    measure: what its numbers are, ACCURACY or BITS. positions: of running text, a point for each octave of the position
+    in the longest windows, its last position in the place of a length; else empty.
     """
 
     task: str
@@ -77,6 +83,8 @@ class Row:
     points: dict[str, Point]
     parameters: int
     settings: dict[str, Any]
+    measure: str
+    positions: tuple[Point, ...]
 
     @property
     def values(self) -> dict[str, float]:
@@ -234,6 +242,7 @@ def table(records: Sequence[Record]) -> Table:
     short = any(_length(row) != str(row.train_length or "") for row in lines)
     caption = "medians over seeds; T: training length, tokens"
     caption += " (in brackets: the longest sequence really trained on)" if short else ""
+    caption += f"; task text: {BITS}" if any(row.measure == BITS for row in lines) else ""
     caption += "; models in brackets: rules without a model, on the same samples" if _rules(lines) else ""
     grid = Table(caption=caption, caption_justify="left")
     for heading in ("task", "model", "T", "variant", *(["settings"] if any(notes) else []), *names, "seeds"):
@@ -332,6 +341,34 @@ def _row(equal: Sequence[Record], variant: str) -> Row:
         points={column: _point(by_seed) for column, by_seed in measured.items()},
         parameters=first.model.parameters.trainable,
         settings=settings_of(first),
+        measure=ACCURACY if first.cells[0].bits_per_byte is None else BITS,
+        positions=_positions(measured.values()),
+    )
+
+
+def _positions(measured: Iterable[dict[int, dict[str, CellResult]]]) -> tuple[Point, ...]:
+    """Of the longest windows that all seeds have: bits by byte by octave of the position, where there is text."""
+    cells = [{seed: cell for seed, named in by_seed.items() for cell in named.values()} for by_seed in measured]
+    seeds = {seed for by_seed in cells for seed in by_seed}
+    common = [by_seed for by_seed in cells if by_seed.keys() == seeds and all(c.by_position for c in by_seed.values())]
+    if not common:
+        return ()
+    longest = max(common, key=lambda by_seed: next(iter(by_seed.values())).eval_length)
+    found: dict[int, dict[int, PositionBin]] = {}
+    for seed, cell in longest.items():
+        for part in cell.by_position or ():
+            if part.asked >= ENOUGH and part.bytes:
+                found.setdefault(part.high, {})[seed] = part
+    return tuple(
+        Point(
+            eval_length=high,
+            ratio=None,
+            by_seed={seed: part.bits_per_byte for seed, part in parts.items() if part.bits_per_byte is not None},
+            samples=(min(part.samples for part in parts.values()), max(part.samples for part in parts.values())),
+            depths=False,
+            references={},
+        )
+        for high, parts in sorted(found.items())
     )
 
 
@@ -340,11 +377,15 @@ def _point(by_seed: dict[int, dict[str, CellResult]]) -> Point:
     return Point(
         eval_length=cells[0].eval_length,
         ratio=cells[0].ratio,
-        by_seed={seed: statistics.fmean(cell.value for cell in named.values()) for seed, named in by_seed.items()},
+        by_seed={seed: statistics.fmean(map(_value, named.values())) for seed, named in by_seed.items()},
         samples=(min(cell.n for cell in cells), max(cell.n for cell in cells)),
         depths=len({cell.coordinates.get("depth") for cell in cells}) > 1,
         references=_references([cell.references or {} for cell in cells]),
     )
+
+
+def _value(cell: CellResult) -> float:
+    return cell.value if cell.bits_per_byte is None else cell.bits_per_byte
 
 
 def _references(known: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 SCHEMA_VERSION = 1
+ENOUGH = 200  # tokens in a bin of positions; figures leave out the mean of fewer
 
 
 def _json_able(content: dict[str, Any]) -> dict[str, Any]:
@@ -254,7 +255,10 @@ class CellResult(Part):
         "absent: not running text",
     )
     bits_per_byte_error: float | None = Field(
-        default=None, ge=0, description="standard error of bits_per_byte, samples as units, as of a ratio of means"
+        default=None,
+        ge=0,
+        description="standard error of bits_per_byte, samples as units, as of a ratio of means; absent: not running "
+        "text, or a single sample",
     )
     by_position: tuple[PositionBin, ...] | None = Field(
         default=None, description="the same by position, first ones first; absent: not running text"
@@ -269,11 +273,12 @@ class CellResult(Part):
         for name in ("log_likelihood", "bytes"):
             if (found := getattr(self, name)) is not None and len(found) != self.n:
                 raise ValueError(f"n is {self.n}, but {name} has {len(found)} numbers")
-        running = (self.bytes, self.bits_per_byte, self.bits_per_byte_error, self.by_position)
-        if any(part is not None for part in running) and None in (*running, self.log_likelihood):
-            raise ValueError(
-                "running text has log_likelihood, bytes, bits_per_byte, its error and by_position, or none"
-            )
+        running = (self.bytes, self.bits_per_byte, self.by_position)
+        if any(part is not None for part in (*running, self.bits_per_byte_error)):
+            if None in (*running, self.log_likelihood):
+                raise ValueError("running text has log_likelihood, bytes, bits_per_byte and by_position, or none")
+            if (self.bits_per_byte_error is None) != (self.n == 1):
+                raise ValueError("running text has bits_per_byte_error, unless it is a single sample")
         return self
 
 
@@ -400,7 +405,7 @@ class Group(NamedTuple):
     """The cells of one variant, length and coordinates but depth, put together: the mean over depths.
 
     coordinates: the others. references: as a cell's, the mean over samples; empty where there are none. perplexity,
-    bits_per_byte (and its standard error): of all samples; None where cells have none.
+    bits_per_byte (and its standard error, None of a single sample): of all samples; None where cells have none.
     """
 
     variant: str
@@ -412,7 +417,7 @@ class Group(NamedTuple):
     n: int
     references: dict[str, float]
     perplexity: float | None = None
-    bits_per_byte: tuple[float, float] | None = None
+    bits_per_byte: tuple[float, float | None] | None = None
 
 
 def seal(content: Mapping[str, Any]) -> Record:
@@ -514,13 +519,13 @@ def perplexity(log_likelihood: Sequence[float]) -> float | None:
         return None
 
 
-def bits_per_byte(log_likelihood: Sequence[float], size: Sequence[int]) -> tuple[float, float]:
-    """Bits by bytes of all samples, and the standard error of that; size: bytes, not all 0. 0 for a single sample."""
+def bits_per_byte(log_likelihood: Sequence[float], size: Sequence[int]) -> tuple[float, float | None]:
+    """Bits by bytes of all samples, and the standard error of that, None for one sample; size: bytes, not all 0."""
     bits = [-value / math.log(2) for value in log_likelihood]
     ratio = math.fsum(bits) / sum(size)
     n, mean = len(bits), sum(size) / len(size)
     squares = math.fsum((bit - ratio * length) ** 2 for bit, length in zip(bits, size, strict=True))
-    return ratio, math.sqrt(squares / (n - 1) / n) / mean if n > 1 else 0.0
+    return ratio, math.sqrt(squares / (n - 1) / n) / mean if n > 1 else None
 
 
 def position_bin(position: int) -> int:
@@ -639,7 +644,7 @@ def _text_problems(cell: CellResult, size: Sequence[int]) -> Iterator[str]:
         yield "bytes are 0 for all samples: there is no text"
         return
     for name, found in zip(("bits_per_byte", "bits_per_byte_error"), bits_per_byte(likely, size), strict=True):
-        if not _equal(getattr(cell, name), found):
+        if found is not None and not _equal(getattr(cell, name), found):  # that a single sample has no error is checked
             yield f"{name} is {getattr(cell, name)!r}, but its log-likelihoods and bytes give {found!r}"
     highs = [part.high for part in bins]
     if highs != sorted(set(highs)) or any((position_bin(p.high), p.low) != (p.high, p.high // 2 + 1) for p in bins):

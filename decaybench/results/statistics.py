@@ -68,6 +68,12 @@ def wilson(share: float, n: float, z: float = _Z) -> Interval:
     return (0.0 if share == 0 else centre - margin), (1.0 if share == 1 else centre + margin)
 
 
+def t_interval(value: float, error: float, n: int) -> Interval:
+    """Student's 95 % interval of a value with this standard error, estimated from n >= 2 samples."""
+    margin = t_quantile(n - 1) * error
+    return value - margin, value + margin
+
+
 @lru_cache(maxsize=1024)
 def t_quantile(df: int) -> float:
     """x with P(|t| <= x) = 95 % for Student's t with df >= 1 degrees of freedom; relative error below 1e-10."""

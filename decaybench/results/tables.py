@@ -10,7 +10,8 @@ from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 from decaybench.core.scoring import Metric
-from decaybench.results.record import CellResult, Record, groups, label_noise
+from decaybench.results.record import CellResult, Group, Record, groups, label_noise
+from decaybench.results.statistics import t_interval
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -21,6 +22,7 @@ _ACCURACY: dict[Metric, str] = {
 }
 
 _TEXT = "share of tokens that were the first choice"
+_UNKNOWN = "—"
 
 # What the rules do whose accuracies a task keeps beside a model's (tasks.mqar_noisy, MqarNoisy.references).
 _RULES = {
@@ -65,8 +67,8 @@ def _tables(record: Record) -> Iterator[_Table]:
     if cells:
         longest = max(cells, key=lambda cell: cell.eval_length)
         caption = (
-            "of what follows a token at these positions of its document, in a window of each length; perplexity: of a "
-            f"token, at length {longest.eval_length}"
+            "of what follows a token so many tokens into its document, or into the window where it began before that; "
+            f"perplexity: of a token, at length {longest.eval_length}"
         )
         headings = ["positions", *(f"length {cell.eval_length}" for cell in cells), "perplexity"]
         yield _Table("bits/byte by position", caption, headings, list(_by_position(cells, longest)))
@@ -84,6 +86,15 @@ def _by_position(cells: Sequence[CellResult], longest: CellResult) -> Iterator[l
             *shown,
             "" if perplexity is None else f"{perplexity:.4g}",
         ]
+
+
+def _bits(group: Group) -> list[str]:
+    """Bits by byte, and Student's interval of it: of few windows a standard error alone says too little."""
+    bits, error = group.bits_per_byte or (None, None)
+    if bits is None or error is None:
+        return [_UNKNOWN if bits is None else f"{bits:.3f}", _UNKNOWN]
+    low, high = t_interval(bits, error, group.n)
+    return [f"{bits:.3f}", f"[{max(0.0, low):.3f}, {high:.3f}]"]
 
 
 def _html(table: _Table) -> str:
@@ -108,7 +119,7 @@ def _references(record: Record) -> list[str]:
 def _headings(record: Record) -> list[str]:
     own = ["accuracy", "95 % interval"]
     if _is_text(record):
-        own += ["bits/byte", "±"]
+        own = ["bits/byte", "95 % interval", *own]
     elif _has_perplexity(record):
         own += ["perplexity"]
     return ["variant", "length", "ratio", *_coordinates(record), *own, *_references(record), "samples"]
@@ -130,13 +141,14 @@ def _title(record: Record) -> str:
 
 
 def _caption(record: Record) -> str:
-    parts = [f"accuracy: {_TEXT if _is_text(record) else _ACCURACY[record.task.metric]}"]
+    text = _is_text(record)
+    parts = [f"accuracy: {_TEXT if text else _ACCURACY[record.task.metric]}"]
     if any("depth" in cell.coordinates for cell in record.cells):
         parts[0] += ", over all depths"
     if _has_perplexity(record):
         parts.append("perplexity: of a whole answer, exp(-mean log-likelihood)")
-    if _is_text(record):
-        parts.append("±: standard error, windows as units")
+    if text:
+        parts.append("intervals: windows as units")
     if names := _references(record):
         parts.append(f"without a model: {', '.join(_RULES.get(name, name) for name in names)}")
     longest, wanted = record.longest_trained, record.train_length
@@ -155,8 +167,7 @@ def _rows(record: Record) -> Iterator[list[str]]:
         place = [str(group.coordinates[name]) if name in group.coordinates else "" for name in names]
         own = [f"{group.value:.3f}", f"[{low:.3f}, {high:.3f}]"]
         if _is_text(record):
-            bits, error = group.bits_per_byte or (None, None)
-            own += ["" if value is None else f"{value:.3f}" for value in (bits, error)]
+            own = [*_bits(group), *own]
         elif _has_perplexity(record):
             own.append("" if group.perplexity is None else f"{group.perplexity:.4g}")
         without = [f"{group.references[name]:.3f}" if name in group.references else "" for name in rules]
