@@ -148,6 +148,8 @@ _KEYS = {
     "file": "task.file",
     "tokenizer": "task.tokenizer",
     "start": "task.start",
+    "haystack": "task.haystack",
+    "fit": "task.fit",
     "samples": "evaluation.samples",
     "device": "device",
     "backend": "backend",
@@ -208,9 +210,62 @@ _add_task(
     "niah",
     "Needle in a haystack: one planted fact, found again at any length and depth?",
     variants=Annotated[
-        str | None, _option(panel=ASKED, shown="single", help="single, multikey, multivalue, multiquery.")
+        str | None,
+        _option(
+            panel=ASKED,
+            shown="single; with --text single_1",
+            help="single, multikey, multivalue, multiquery; with --text single_1, single_2, single_3, multikey_1, "
+            "multikey_2, multikey_3, multivalue, multiquery, or all.",
+        ),
     ],
-    depths=Annotated[str | None, _option(panel=ASKED, shown="0,0.1,…,1", help="Depths of the needle, 0 to 1.")],
+    depths=Annotated[
+        str | None,
+        _option(panel=ASKED, shown="0,0.1,…,1; with --text RULER's draws", help="Depths of the needle, 0 to 1."),
+    ],
+    samples=Annotated[
+        int | None, _option(panel=ASKED, shown="100", help="Samples a cell; RULER has 500 with --text.", **_WHOLE)
+    ],
+    others={"text": "niah-text"},
+    text=Annotated[
+        bool,
+        _option(
+            "--text",
+            panel=MODEL,
+            help="Task niah-text: needles in text, RULER's eight variants, for a language model of --checkpoint.",
+        ),
+    ],
+    tokenizer=Annotated[
+        str | None,
+        _option(
+            panel=ASKED,
+            shown="bytes",
+            help="With --text: bytes, a tokenizer.json or its folder, or an RWKV vocabulary file.",
+        ),
+    ],
+    start=Annotated[
+        str | None,
+        _option(
+            panel=ASKED,
+            shown="separator",
+            help="With --text: token before each prompt: none, separator, or an id (BOS, 0).",
+        ),
+    ],
+    haystack=Annotated[
+        str | None,
+        _option(
+            panel=ASKED,
+            shown="noise; with --text built in",
+            help="noise or needles; with --text a text, or a folder of .txt files, that essays are made of.",
+        ),
+    ],
+    fit=Annotated[
+        str | None,
+        _option(
+            panel=ASKED,
+            shown="exact",
+            help="With --text: exact (as much haystack as fits), ruler (RULER's rule, which leaves room).",
+        ),
+    ],
 )
 _add_task(
     "mqar",
@@ -321,6 +376,69 @@ def _app(
     ] = False,
 ) -> None:
     pass
+
+
+@app.command(name="eval")
+def eval_(
+    tasks: Annotated[
+        str,
+        typer.Option(help="lm-eval's tasks, groups or tags: lambada_openai,hellaswag,…", show_default=False),
+    ],
+    checkpoint: Annotated[Path, typer.Option(help="Run or checkpoint to evaluate.", show_default=False)],
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="bytes, a tokenizer.json or its folder, or an RWKV vocabulary file.", show_default="bytes"),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Documents a task, from the first on.", show_default="all", **_WHOLE)
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(help="Few-shot examples.", show_default="as each task says", **_WHOLE)
+    ] = None,
+    data_file: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TASK=FILE",
+            help="A task's documents from a file (.jsonl, .parquet) in the place of its data set; may be repeated.",
+        ),
+    ] = None,
+    start: Annotated[str, typer.Option(help="Token before each row: none, separator, or an id (BOS, 0).")] = "none",
+    dtype: Annotated[str, typer.Option(help="Of matrix products: float32 or bfloat16.")] = "float32",
+    batch_tokens: Annotated[int, typer.Option(help="Tokens a batch.", **_WHOLE)] = 16_384,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    backend: Annotated[str, typer.Option(help="Kernels of the recurrence: auto or torch.")] = "auto",
+    out: Annotated[Path, typer.Option(help="Folder of run folders.")] = Path("runs"),
+    force: Annotated[
+        bool, typer.Option("--force", help="Delete what is there of this checkpoint by lm-eval, and start anew.")
+    ] = False,
+    json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
+) -> None:
+    """lm-eval's tasks, asked of a language model's checkpoint and kept in a record (extra lm)."""
+    from decaybench.core.config import parse
+    from decaybench.harness.lm_eval_run import LmEvalConfig, evaluate_tasks
+    from decaybench.harness.progress import Progress
+
+    asked = {
+        "checkpoint": str(checkpoint),
+        "tasks": tasks.split(","),
+        "tokenizer": tokenizer,
+        "limit": limit,
+        "num_fewshot": num_fewshot,
+        "data_files": data_file or (),
+        "start": start,
+        "dtype": dtype,
+        "batch_tokens": batch_tokens,
+        "device": device,
+        "backend": backend,
+        "out": str(out),
+    }
+    outcome = evaluate_tasks(parse(LmEvalConfig, asked), force=force, progress=Progress(quiet=quiet))
+    if json:
+        _write(outcome.record.to_json().strip())
+    else:
+        _print(outcome.record)
+        _print(f"record   {outcome.evaluation.record_path}")
 
 
 @app.command()

@@ -243,6 +243,8 @@ def evaluation_cells(task: Task[Any, Any, Any], evaluation: EvaluationConfig, tr
 def read_run_config(run: RunFolder) -> RunConfig:
     """The configuration that a run's folder holds. Raises UserError where it is missing, damaged or incomplete."""
     data = run.read_config()
+    if isinstance(asked := data.get("lm_eval"), dict):
+        raise UserError(f"{run.path} holds answers to lm-eval's tasks alone: name its model, {asked.get('checkpoint')}")
     try:
         return make_config(data)
     except UserError as error:

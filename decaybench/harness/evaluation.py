@@ -21,6 +21,7 @@ from decaybench.core.errors import RunError
 from decaybench.core.scoring import score
 from decaybench.harness.config import RunConfig, evaluation_cells
 from decaybench.harness.distributed import ALONE, World
+from decaybench.harness.generation import greedy
 from decaybench.harness.interrupt import Stop
 from decaybench.harness.progress import Progress
 from decaybench.harness.training import matmul_dtype
@@ -60,6 +61,7 @@ class Question:
     """One sample's right answers, and what is known of it without a model (references: `Task.references`).
 
     places: of running text, in the place of target and distance: what there is to foresee, by position.
+    wanted: of a prompt, in the place of target: what is to be found in the text that a model writes after it.
     """
 
     id: str
@@ -69,6 +71,7 @@ class Question:
     depth: float | None
     references: dict[str, float]
     places: tuple[Place, ...] | None = None
+    wanted: tuple[str, ...] | None = None
 
 
 class Place(NamedTuple):
@@ -185,6 +188,8 @@ class _CellWork:
     def answer(self, model: LanguageModel, start: int, device: str) -> list[SampleLine]:
         """The model's lines of a batch."""
         batch, known = self._batches.get(start) or self._made(start)
+        if self._task.generates:
+            return _written(self._task, model, batch, known, start, device)
         answers = predict(model, batch, device, likelihood=self._task.likelihood)
         return _lines(self._task, self._cell, batch, known, start, answers)
 
@@ -279,13 +284,16 @@ def questions(
         told = batch.labels[row][asked], batch.distance[row][asked]
         common = {
             "id": ids[row],
-            "length": lengths[row],
+            "length": lengths[row] + task.new_tokens,
             "depth": None if depths is None else float(depths[row]),
             "references": {name: float(accuracy[row]) for name, accuracy in references.items()},
         }
         if task.running_text:
             places = tuple(_Bins.of(task, batch, row).places())
             found.append(Question(target=(), distance=(), places=places, **common))
+        elif batch.wanted is not None:
+            wanted = batch.wanted[row]
+            found.append(Question(target=(), distance=wanted.distance, wanted=wanted.answers, **common))
         else:
             found.append(Question(target=tuple(told[0].tolist()), distance=_distances(told[1]), **common))
     return found
@@ -298,14 +306,20 @@ def sample_line(
     answer: tuple[int, ...],
     log_likelihood: float | None = None,
     by_position: tuple[PositionSums, ...] | None = None,
+    text: str | None = None,
 ) -> SampleLine:
     """The line that a cell's file of samples has for an answer; log_likelihood: of the right ones, nats.
 
-    by_position: of running text, in the place of an answer.
+    by_position: of running text, in the place of an answer. text: what the model wrote after a prompt, of tokens
+    `answer`.
     """
-    correct, asked = sum(a == b for a, b in zip(question.target, answer, strict=True)), len(answer)
     if by_position is not None:
         correct, asked = sum(part.correct for part in by_position), sum(part.asked for part in by_position)
+    elif text is not None and question.wanted is not None:
+        found = task.found(text, question.wanted)
+        correct, asked = sum(found), len(found)
+    else:
+        correct, asked = sum(a == b for a, b in zip(question.target, answer, strict=True)), len(answer)
     return SampleLine(
         id=question.id,
         index=index,
@@ -317,6 +331,8 @@ def sample_line(
         depth=question.depth,
         log_likelihood=log_likelihood,
         by_position=by_position,
+        wanted=question.wanted,
+        text=text,
     )
 
 
@@ -325,22 +341,28 @@ def right_line(task: Task[Any, Any, Any], index: int, question: Question) -> Sam
     sums = None
     if question.places is not None:
         sums = tuple(PositionSums(**place._asdict(), correct=place.asked, nats=0.0) for place in question.places)
-    return sample_line(task, index, question, question.target, 0.0 if task.likelihood else None, sums)
+    text = None if question.wanted is None else " ".join(question.wanted)
+    return sample_line(task, index, question, question.target, 0.0 if task.likelihood else None, sums, text)
 
 
 def is_own(task: Task[Any, Any, Any], question: Question, line: SampleLine) -> bool:
     """Whether all of a line but its answer is what the task says of that sample, and its score that of its answer."""
     sums = line.by_position
-    if len(line.answer) != len(question.target) or (line.log_likelihood is not None) != task.likelihood:
+    if (line.log_likelihood is not None, sums is not None) != (task.likelihood, task.running_text):
         return False
-    if (sums is not None) != task.running_text:
+    if (line.text is not None) != task.generates:
+        return False
+    if line.text is not None:
+        if len(line.answer) > task.new_tokens or line.text != task.text_of(line.answer):
+            return False
+    elif len(line.answer) != len(question.target):
         return False
     if sums is not None:
         if tuple(Place(part.high, part.asked, part.bytes) for part in sums) != question.places:
             return False
         if any(part.correct > part.asked for part in sums) or line.log_likelihood != _total(sums):
             return False
-    return line == sample_line(task, line.index, question, line.answer, line.log_likelihood, sums)
+    return line == sample_line(task, line.index, question, line.answer, line.log_likelihood, sums, line.text)
 
 
 def cell_result(
@@ -351,7 +373,7 @@ def cell_result(
     known: Sequence[Question] = (),
 ) -> CellResult:
     """A cell's result from its samples' lines; known: the samples themselves, for what simple rules answer."""
-    hits = [tuple(a == b for a, b in zip(line.target, line.answer, strict=True)) for line in lines]
+    hits = [_hits(task, line) for line in lines]
     correct, asked = tuple(sum(row) for row in hits), tuple(len(row) for row in hits)
     if task.running_text:
         correct, asked = (
@@ -381,6 +403,13 @@ def cell_result(
         references=_references(known),
         **_likelihoods(task, lines),
     )
+
+
+def _hits(task: Task[Any, Any, Any], line: SampleLine) -> tuple[bool, ...]:
+    """Which of a sample's questions were answered."""
+    if line.text is not None and line.wanted is not None:
+        return task.found(line.text, line.wanted)
+    return tuple(a == b for a, b in zip(line.target, line.answer, strict=True))
 
 
 def _likelihoods(task: Task[Any, Any, Any], lines: Sequence[SampleLine]) -> dict[str, Any]:
@@ -496,6 +525,28 @@ def _lines(
             likely = min(0.0, round(-total, _DIGITS))
             lines.append(sample_line(task, index, question, tuple(answers.first[here].tolist()), likely))
     return lines
+
+
+def _written(
+    task: Task[Any, Any, Any],
+    model: LanguageModel,
+    batch: Batch,
+    known: Sequence[Question],
+    first: int,
+    device: str,
+) -> list[SampleLine]:
+    """The lines of what a model writes after a batch of prompts: until all that is wanted stands there, or it ends."""
+    real = np.ones_like(batch.tokens) if batch.positions is None else batch.positions
+    prompts = [tokens[here != 0] for tokens, here in zip(batch.tokens, real, strict=True)]
+
+    def finished(row: int, ids: list[int]) -> bool:
+        return all(task.found(task.text_of(ids), known[row].wanted or ()))
+
+    written = greedy(model, prompts, task.new_tokens, device=device, stop_ids=task.stop_ids(), finished=finished)
+    return [
+        sample_line(task, first + row, question, tuple(ids), text=task.text_of(ids))
+        for row, (question, ids) in enumerate(zip(known, written, strict=True))
+    ]
 
 
 def _first_wrong(task: Task, known: Iterable[Question], lines: Iterable[SampleLine]) -> int | None:  # type: ignore[type-arg]

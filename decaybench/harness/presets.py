@@ -22,7 +22,7 @@ from decaybench.models import config as models
 from decaybench.models.checkpoints import Checkpoint, find_checkpoint
 from decaybench.models.registry import get_architecture
 from decaybench.results.run_folder import RunFolder
-from decaybench.tasks.registry import get_task
+from decaybench.tasks.registry import TASKS, get_task
 from decaybench.tasks.text import mix_of
 
 
@@ -251,6 +251,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
             _SMOKE_OTHERS,
         ),
     },
+    "niah-text": {},  # for evaluation only
     "text": {
         "micro": Preset(
             "a CPU, about an hour: 2M parameters, T = 1024, evaluated at 1x to 8x",
@@ -319,6 +320,7 @@ def configure(
     given = {key: value for key, value in (flags or {}).items() if value is not None}
     with contextlib.suppress(KeyError, ValueError):  # written out, --set task.mix.variants adds to it
         given["task.mix"] = mix_of(given["task.mix"])
+    _check_own(task, given)
     settings = list(settings)
     if seeds is not None and len(set(seeds)) < len(seeds):
         raise UserError("--seeds: a seed stands there twice")
@@ -338,6 +340,11 @@ def configure(
         keys = [*given, *(setting.partition("=")[0].strip() for setting in settings), *in_file]
         _check_nothing_trained(keys, preset, seeds)
         base = _checkpoint_layer(task, Path(str(checkpoint)))
+    elif not PRESETS[task]:
+        raise UserError(
+            f"`bench {get_task(task).command}` trains nothing: name a model by --checkpoint, a run of `bench pretrain` "
+            "for example"
+        )
     elif file is None or preset is not None:
         base = preset_layer(task, preset or default_preset(task), str(_said(layers, "model", "name") or "mamba2"))
     else:
@@ -360,6 +367,17 @@ _OF_TRAINING = (
     *("task.train_length", "task.stages", "task.mix"),
     *("keep", "micro_batch_tokens", "recompute", "parallel", "tensorboard"),
 )
+
+
+def _check_own(task: str, given: Mapping[str, Any]) -> None:
+    """Refuse a flag that only another task of the same command takes."""
+    own = get_task(task)
+    for key in given:
+        part, _, name = key.partition(".")
+        if part == "task" and name not in own.config.model_fields:
+            for other in TASKS.values():
+                if name in other.config.model_fields and other.command.split()[0] == own.command.split()[0]:
+                    raise UserError(f"{key}={given[key]} is for `bench {other.command}`")
 
 
 def _said(layers: Sequence[Mapping[str, Any]], *path: str) -> Any:

@@ -64,7 +64,7 @@ def run(config: RunConfig | Mapping[str, Any], *, force: bool = False, quiet: bo
 
 
 @contextmanager
-def _memory() -> Iterator[None]:
+def enough_memory() -> Iterator[None]:
     """Turns running out of memory into a RunError."""
     try:
         yield
@@ -78,7 +78,7 @@ def _memory() -> Iterator[None]:
         ) from error
 
 
-@_memory()
+@enough_memory()
 def carry_out(config: RunConfig, *, force: bool = False, progress: Progress) -> Outcome:
     """`run`, and where its results lie; in each of the processes that share it."""
     device = resolve_device(config.device)
@@ -105,7 +105,7 @@ def _carry_out(config: RunConfig, force: bool, progress: Progress, world: World)
     with folder.lock() if world.first else nullcontext():
         if world.tell(evaluation.is_complete()):
             progress.say(f"already done: {evaluation.record_path}")
-            return Outcome(_kept_record(evaluation), folder, evaluation)
+            return Outcome(kept_record(evaluation), folder, evaluation)
         if world.first:
             _keep_config(config, folder)
             evaluation.write_paths({key: value for key in config.task.paths if (value := getattr(config.task, key))})
@@ -145,6 +145,11 @@ def carry_out_all(configs: Sequence[RunConfig], *, force: bool = False, progress
 def _with_model_of(checkpoint: Checkpoint, config: RunConfig) -> RunConfig:
     asked = make_task(config.task)
     reader, learned = asked.tokenizer_sha256, checkpoint.facts.get("tokenizer_sha256")
+    if reader is None and learned is not None:
+        raise UserError(
+            f"checkpoint {checkpoint.folder} was trained on text, and task {asked.name} asks in tokens of its own: ask "
+            "by `bench niah --text` or `bench lambada`"
+        )
     if reader is not None and learned is not None and reader != learned:
         raise UserError(
             f"checkpoint {checkpoint.folder} was trained with another tokenizer (sha256 {str(learned)[:12]}…) than "
@@ -187,7 +192,8 @@ def _keep_config(config: RunConfig, folder: RunFolder) -> None:
         raise UserError(f"{folder.config_path} is another run's or was changed; --force starts this run anew")
 
 
-def _kept_record(evaluation: EvaluationFolder) -> Record:
+def kept_record(evaluation: EvaluationFolder) -> Record:
+    """The record of a finished evaluation. Raises UserError where it is damaged."""
     try:
         return read_record(evaluation.record_path)
     except UserError as error:
@@ -217,7 +223,7 @@ def _record(
         ),
         "model": model_info(model, config.task.train_length),
         "training": training,
-        "checkpoint": _checkpoint_info(config, checkpoint) if checkpoint else None,
+        "checkpoint": checkpoint_info(config.checkpoint, checkpoint) if checkpoint else None,
         "seed": config.seed,
         "cells": found.cells,
         "spectrum": spectrum.info(),
@@ -236,10 +242,11 @@ def _record(
     return seal({key: value for key, value in content.items() if value is not None or key == "comparable_to"})
 
 
-def _checkpoint_info(config: RunConfig, checkpoint: Checkpoint) -> CheckpointInfo:
+def checkpoint_info(named: str | None, checkpoint: Checkpoint) -> CheckpointInfo:
+    """What a record says of a checkpoint; named: as the user names it."""
     return CheckpointInfo(
         # The last part alone: the one before may be somebody's name.
-        source=Path(config.checkpoint or checkpoint.folder).resolve().name,
+        source=Path(named or checkpoint.folder).resolve().name,
         sha256=checkpoint.sha256,
         train_length=checkpoint.train_length,
         longest_trained=checkpoint.longest_trained,

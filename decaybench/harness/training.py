@@ -14,9 +14,10 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,7 @@ class _Work:
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    unlogged: list[tuple[int, float, float]] = field(default_factory=list)  # stage, loss, accuracy of batches
 
 
 class Objective(nn.Module):
@@ -242,13 +244,14 @@ def _train_on(
             loss, accuracy = _one_step(work, config, parts, device, world)
             moved = work.plan.saw(work.step, number, accuracy)
             work.averages.saw(loss, accuracy)
+            work.unlogged.append((number, loss, accuracy))
             work.batches[number] += 1
             work.step += 1
             work.seconds = time.monotonic() - started
             shape = stages[work.plan.stage].shape
             show(work.step, f"loss {work.averages.loss:.3f}  accuracy {work.averages.accuracy:.3f}  {_name(shape)}")
             if moved or work.step % _LOG_EVERY == 0 or work.step == total:
-                log(_event(work, config.training, loss, accuracy, _name(shape)))
+                log(_event(work, config.training, _name(shape)))
             began = time.monotonic()
             due = began - saved > _seconds_between_checkpoints(config, saving)
             # One clock decides for all, and whoever is asked to stop stops all.
@@ -500,12 +503,20 @@ def _say_what_was_not_reached(work: _Work, config: RunConfig, stages: Sequence[S
     )
 
 
-def _event(work: _Work, config: TrainingConfig, loss: float, accuracy: float, stage: str) -> dict[str, Any]:
+def _event(work: _Work, config: TrainingConfig, stage: str) -> dict[str, Any]:
+    """What the log gets: of the last batch, or of a mix, whose batches alternate, means since the last event."""
+    _, loss, accuracy = work.unlogged[-1]
+    found = {"loss": loss, "accuracy": accuracy}
+    if config.plan == "mix":
+        for number, prefix in ((0, ""), (1, "mix_")):
+            if own := [batch[1:] for batch in work.unlogged if batch[0] == number]:
+                losses, accuracies = zip(*own, strict=True)
+                found |= {f"{prefix}loss": fmean(losses), f"{prefix}accuracy": fmean(accuracies)}
+    work.unlogged.clear()
     return {
         "step": work.step,
         "stage": stage,
-        "loss": loss,
-        "accuracy": accuracy,
+        **found,
         "learning_rate": learning_rate(config, work.step - 1, work.plan),
         "tokens": work.tokens,
         "seconds": round(work.seconds, 2),

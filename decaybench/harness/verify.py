@@ -24,6 +24,7 @@ import numpy as np
 from decaybench.core.config import parse
 from decaybench.core.errors import UserError
 from decaybench.core.files import read_json
+from decaybench.harness import lm_eval_run
 from decaybench.harness.config import HARNESS_VERSION, TrainingConfig, evaluation_cells, training_hash
 from decaybench.harness.evaluation import (
     Question,
@@ -79,17 +80,25 @@ def verify(record: Record, folder: EvaluationFolder | None = None) -> None:
     files that the samples are made of aren't here.
     """
     check_counts(record)
-    entry = get_task(record.task.name)
+    entry = None if record.task.name == lm_eval_run.NAME else get_task(record.task.name)
+    version = lm_eval_run.VERSION if entry is None else entry.task.version
+    metric = lm_eval_run.METRIC if entry is None else entry.task.metric
     for what, theirs, ours in (
-        (f"task {record.task.name}", record.task.version, entry.task.version),
+        (f"task {record.task.name}", record.task.version, version),
         ("harness", record.harness_version, HARNESS_VERSION),
     ):
         if theirs != ours:
             raise NotRecomputableError(f"{what} version {theirs}; here {ours}")
-    if record.task.metric != entry.task.metric:
-        raise UserError(f"task {record.task.name} is scored by {entry.task.metric}, not by {record.task.metric}")
+    if record.task.metric != metric:
+        raise UserError(f"task {record.task.name} is scored by {metric}, not by {record.task.metric}")
+    if record.comparable_to is not None:
+        raise UserError(f"comparable_to is {record.comparable_to!r}, but nothing here checks that protocol")
     try:
-        _recompute(record, entry, folder)
+        if entry is None:
+            _check_model(record, lm_eval_run.state_length(record))
+            lm_eval_run.verify_tasks(record, folder)
+        else:
+            _recompute(record, entry, folder)
     except MissingDataError as error:
         raise NotRecomputableError(f"needs {error.needs}") from None
 
@@ -100,8 +109,6 @@ def _recompute(record: Record, entry: TaskEntry, folder: EvaluationFolder | None
     task = _with_files(entry.task(parse(entry.config, record.task.config, "task")), folder)
     _check_origin(record, task)
     _check_model(record, task.config.train_length)
-    if record.comparable_to is not None:
-        raise UserError(f"comparable_to is {record.comparable_to!r}, but nothing here checks that protocol")
     cells = evaluation_cells(task, evaluation, record.train_length)
     _same_cells(record, cells)
     task.ready(cells, evaluation.samples)

@@ -156,32 +156,6 @@ class LanguageModel(Module):
         """lambda of the embedding, the mean over D, float32 [B, T], for tokens [B, T]; None where none is carried."""
         return None if self.precision is None else self.precision(tokens, self._embed(tokens)).reciprocal().mean(-1)
 
-    @torch.no_grad()
-    def generate(
-        self,
-        tokens: Tensor,
-        max_new_tokens: int,
-        positions: Tensor | None = None,
-        *,
-        stop: frozenset[int] = frozenset(),
-    ) -> Tensor:
-        """Greedy continuation of tokens [B, T], decoded from the state. Returns int64 [B, n], n <= max_new_tokens.
-
-        A row that has produced a stop token repeats it; generation ends when all rows have.
-        """
-        output = self.prefill(tokens, positions)
-        stops = torch.tensor(sorted(stop), dtype=torch.long, device=tokens.device)
-        done = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-        new: list[Tensor] = []
-        while len(new) < max_new_tokens and not bool(done.all()):
-            if new:
-                assert output.state is not None
-                output = self.step(new[-1], output.state)
-            following = output.logits.argmax(-1)
-            new.append(torch.where(done, new[-1], following) if new else following)
-            done = done | torch.isin(new[-1], stops)
-        return torch.stack(new, dim=1) if new else tokens[:, :0]
-
     def _hidden(
         self,
         tokens: Tensor,

@@ -56,7 +56,9 @@ class SampleLine(BaseModel):
     id: str = Field(description="the sample's id, a hash of all that it is a function of")
     index: int = Field(ge=0, description="the sample's index in its cell")
     target: tuple[int, ...] = Field(description="the right answers, token ids")
-    answer: tuple[int, ...] = Field(description="the model's answers, token ids")
+    answer: tuple[int, ...] = Field(
+        description="the model's answers, token ids; where it was to write a text, all that it wrote"
+    )
     score: float = Field(ge=0, le=1, description="the metric's score, 0..1")
     distance: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         description="tokens between writing and asking; empty: the task has no distances"
@@ -69,10 +71,23 @@ class SampleLine(BaseModel):
     by_position: tuple[PositionSums, ...] | None = Field(
         default=None, description="of running text, in the place of targets and answers; absent: it isn't"
     )
+    wanted: tuple[str, ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="in the place of targets, what is to be found in what the model wrote; absent: it wrote no text",
+    )
+    text: str | None = Field(
+        default=None, description="what it wrote, with U+FFFD for what is no text; absent: no text"
+    )
 
     @model_validator(mode="after")
     def _an_answer_a_question(self) -> SampleLine:
-        if len(self.answer) != len(self.target) or len(self.distance) not in (0, len(self.target)):
+        if (self.wanted is None) != (self.text is None):
+            raise ValueError("wanted and text are there together, or neither")
+        if self.wanted is not None:
+            if self.target or len(self.distance) not in (0, len(self.wanted)):
+                raise ValueError(f"{len(self.wanted)} wanted, {len(self.distance)} distances")
+        elif len(self.answer) != len(self.target) or len(self.distance) not in (0, len(self.target)):
             raise ValueError(f"{len(self.target)} targets, {len(self.answer)} answers, {len(self.distance)} distances")
         return self
 

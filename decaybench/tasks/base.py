@@ -104,6 +104,17 @@ class EvaluationConfig(Config):
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """What is to be found in the text that a model writes after a sample.
+
+    answers: at least one; distance: of each, tokens between the place where it was written and the sample's end.
+    """
+
+    answers: tuple[str, ...]
+    distance: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Batch:
     """A block of samples. All arrays int64.
 
@@ -113,6 +124,7 @@ class Batch:
     [B, ...] each (a realised depth, for example).
     positions [B, T]: as `core.positions` says (0 padding, 1 the first token of a document), nothing asked at padding;
     None: each row is one document without padding.
+    wanted: an entry a sample, of a task that generates, which asks for no labels; None: it doesn't.
     """
 
     tokens: NDArray[np.int64]
@@ -120,6 +132,7 @@ class Batch:
     distance: NDArray[np.int64]
     details: dict[str, NDArray[Any]] = field(default_factory=dict)
     positions: NDArray[np.int64] | None = None
+    wanted: tuple[Wanted, ...] | None = None
 
     @property
     def asked(self) -> NDArray[np.bool_]:
@@ -163,6 +176,8 @@ class Task(ABC, Generic[T, S, E]):
     pads: whether samples may be shorter than their shape's length, the rest padding.
     running_text: whether samples are stretches of text, in which every token is asked: an evaluation keeps sums by
     position and bits per byte instead of each answer.
+    generates: whether a sample is a prompt, which the model continues, and its answers are looked for in the text;
+    new_tokens: that it may write then, at most.
     plan: the plan of training where none is said (harness.plans).
     """
 
@@ -172,6 +187,8 @@ class Task(ABC, Generic[T, S, E]):
     likelihood: ClassVar[bool] = False
     pads: ClassVar[bool] = False
     running_text: ClassVar[bool] = False
+    generates: ClassVar[bool] = False
+    new_tokens: ClassVar[int] = 0
     plan: ClassVar[Literal["mastery", "mix"]] = "mastery"
 
     def __init__(self, config: T) -> None:
@@ -248,6 +265,18 @@ class Task(ABC, Generic[T, S, E]):
 
     def byte_lengths(self) -> NDArray[np.int64]:
         """The bytes of text that each token stands for, [vocab_size]; for running text only."""
+        raise NotImplementedError
+
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens with which a text ends; for tasks that generate only."""
+        raise NotImplementedError
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of what a model wrote; for tasks that generate only."""
+        raise NotImplementedError
+
+    def found(self, text: str, answers: Sequence[str]) -> tuple[bool, ...]:
+        """Which of the answers stand in a text, and in all that begin with it; for tasks that generate only."""
         raise NotImplementedError
 
     def rules(self) -> dict[str, Any]:

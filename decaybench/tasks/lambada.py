@@ -20,13 +20,13 @@ A model is trained on stories in a row, whose pairs are asked behind them (tasks
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from decaybench.core.draws import Draws
 from decaybench.core.errors import UserError
@@ -47,31 +47,19 @@ from decaybench.tasks.base import (
 )
 from decaybench.tasks.lambada_rows import PassageRows, StoryRows, Variant, evaluation_batch
 from decaybench.tasks.lambada_texts import TrainingTexts
-from decaybench.text.lambada import PUBLISHED, Passages, file_stamp, read_passages
+from decaybench.tasks.reading import Sha256, Start, named_tokenizer, own_tokenizer, start_tokens, vocab_size
+from decaybench.text.lambada import PUBLISHED, Passages, read_passages
 from decaybench.text.stories import MOST_PAIRS, word_tokenizer
-from decaybench.text.tokenizers import Tokenizer, load_tokenizer
+from decaybench.text.tokenizers import Tokenizer
 
 Source = Literal["synthetic", "openai", "standard"]
 Form = Literal["plain", "before", "between", "training"]
-Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 _OF_FILE = ("data_sha256", "passages", "longest")  # what is filled in of passages
 _WORDS = "words"
 _PAIRS = 4  # of an evaluated story
 _EASY = 2  # pairs of a story in the first stages
 _SHORTEST = 64  # tokens of a text in the first stage
-
-
-def _start(value: Any) -> Any:
-    if value in ("none", "separator"):
-        return value
-    try:
-        found = int(value)
-    except (TypeError, ValueError):
-        found = -1
-    if isinstance(value, bool | float) or not 0 <= found < 2**31:
-        raise ValueError("write none, separator (the tokenizer's end of a document), or the token's id")
-    return found
 
 
 class LambadaShape(Shape):
@@ -119,7 +107,7 @@ class LambadaConfig(TaskConfig):
     longest: int | None = Field(
         default=None, ge=1, le=2**31, description="tokens of the longest passage in file; none: filled in"
     )
-    start: Annotated[int | str, BeforeValidator(_start)] = Field(
+    start: Start = Field(
         default="none", description="token before each row: none, the tokenizer's separator, or an id (BOS, 0)"
     )
     pairs: int | None = Field(
@@ -205,8 +193,7 @@ class Lambada(Task[LambadaConfig, LambadaShape, LambadaEvaluation]):
     @property
     def vocab_size(self) -> int:
         """Tokens are integers in [0, vocab_size)."""
-        start = self.config.start
-        return max(self.config.vocab_size or 0, start + 1 if isinstance(start, int) else 0)
+        return vocab_size(self.config.vocab_size, self.config.start)
 
     @property
     def tokenizer_sha256(self) -> str | None:
@@ -340,23 +327,11 @@ class Lambada(Task[LambadaConfig, LambadaShape, LambadaEvaluation]):
 
     @cached_property
     def _start_tokens(self) -> tuple[int, ...]:
-        start = self.config.start
-        if isinstance(start, int):
-            return (start,)
-        return () if start == "none" else (self._tokenizer.separator,)
+        return start_tokens(self.config.start, self._tokenizer)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        spec, wanted = self.config.tokenizer or "", self.config.tokenizer_sha256 or ""
-        needs = f"the tokenizer {Path(spec).name} (sha256 {wanted[:12]}…)"
-        try:
-            found = _tokenizer(spec)
-        except UserError as error:
-            raise MissingDataError(f"task.tokenizer: {error}", needs) from None
-        if found.sha256 != wanted:
-            what = f"task.tokenizer: {spec} has sha256 {found.sha256[:12]}…, but {wanted[:12]}… is wanted"
-            raise MissingDataError(what, needs)
-        return found
+        return own_tokenizer(self.config.tokenizer or "", self.config.tokenizer_sha256 or "", _tokenizer)
 
     @cached_property
     def _passages(self) -> Passages:
@@ -375,12 +350,4 @@ class Lambada(Task[LambadaConfig, LambadaShape, LambadaEvaluation]):
 
 
 def _tokenizer(spec: str) -> Tokenizer:
-    if spec == _WORDS:
-        return word_tokenizer()
-    return _loaded(spec, file_stamp(Path(spec)) or file_stamp(Path(spec) / "tokenizer.json"))
-
-
-@lru_cache(maxsize=4)
-def _loaded(spec: str, stamp: tuple[int, int] | None) -> Tokenizer:
-    """stamp: of its file, so that another one of that name is read again."""
-    return load_tokenizer(spec)
+    return word_tokenizer() if spec == _WORDS else named_tokenizer(spec)

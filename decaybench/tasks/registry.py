@@ -11,6 +11,7 @@ from decaybench.tasks.lambada import Lambada, LambadaConfig, LambadaEvaluation
 from decaybench.tasks.mqar import Mqar, MqarConfig, MqarEvaluation
 from decaybench.tasks.mqar_noisy import MqarNoisy, MqarNoisyConfig, MqarNoisyEvaluation
 from decaybench.tasks.niah import Niah, NiahConfig, NiahEvaluation
+from decaybench.tasks.niah_text import NiahText, NiahTextConfig, NiahTextEvaluation
 from decaybench.tasks.text import Text, TextConfig, TextEvaluation
 
 
@@ -46,6 +47,13 @@ TASKS: dict[str, TaskEntry] = {
         "the last word of a passage that only its context tells, alone and behind unrelated text",
     ),
     "niah": TaskEntry(Niah, NiahConfig, NiahEvaluation, "recall of one planted fact, by length and by depth"),
+    "niah-text": TaskEntry(
+        NiahText,
+        NiahTextConfig,
+        NiahTextEvaluation,
+        "facts planted in text, that a language model writes down again when asked; RULER's eight variants",
+        words="niah --text",
+    ),
     "text": TaskEntry(
         Text, TextConfig, TextEvaluation, "text of your own, learned and foreseen, by position", words="pretrain"
     ),

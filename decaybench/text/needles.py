@@ -125,7 +125,8 @@ class Needles:
 
     A sample is a pure function of all that is given here and of its index and depth; keys and values depend on variant,
     seed and index only, so that lengths and depths are compared on the same needles. length: tokens, with the 128 new
-    ones; essay: the haystack of variants that have an essay (None: the built-in text), ignored by the others.
+    ones; before: how many of them stand before the prompt, and aren't of it; essay: the haystack of variants that have
+    an essay (None: the built-in text), ignored by the others.
     Raises UserError for an unknown variant or fit, and for a length at which not every sample fits.
     """
 
@@ -138,17 +139,19 @@ class Needles:
         seed: int = 0,
         essay: Essay | None = None,
         fit: Fit = "exact",
+        before: int = 0,
     ) -> None:
         if variant not in VARIANTS:
             raise unknown("NIAH variant", variant, VARIANTS)
         if fit not in _FITS:
             raise unknown("fit", fit, _FITS)
-        self.variant, self.length, self.seed, self.fit = variant, length, seed, fit
+        self.variant, self.length, self.seed, self.fit, self.before = variant, length, seed, fit, before
         self.form = VARIANTS[variant]
         self.essay = (essay or builtin_essay()) if self.form.haystack == "essay" else None
         self._tokenizer = tokenizer
         self._separator = "\n" if self.essay is None else " "
-        self._room = length - NEW_TOKENS
+        self._besides = before + NEW_TOKENS
+        self._room = length - self._besides
         self._header = _header(self.form)
         self._header_ids = tokenizer.encode(self._header)
         self._hay = None if self.form.haystack == "needles" else self._fixed_hay()
@@ -190,6 +193,7 @@ class Needles:
             "version": VERSION,
             "length": self.length,
             "new_tokens": NEW_TOKENS,
+            "before": self.before,
             "seed": self.seed,
             "fit": self.fit,
             "form": asdict(self.form),
@@ -427,7 +431,7 @@ class Needles:
             hay += form.keys * form.values + 1  # a space for each stretch between needles that is empty
         marks = sum(text.count(mark) * tokens for mark, tokens in longest.items() for text in texts)
         rest = [part for text in texts for part in re.split(f" [{_KEY}{_VALUE}]", text)]
-        return sum(self._counts(rest)) + marks + hay + NEW_TOKENS
+        return sum(self._counts(rest)) + marks + hay + self._besides
 
     def _longest(self, name: Name) -> int:
         """The most tokens that a key or value of this kind takes, with the space before it."""
@@ -445,17 +449,22 @@ class Needles:
     def _too_long(self, draft: _Draft) -> UserError:
         return UserError(
             f"NIAH length={self.length} is too short for a sample of {self.variant} with fit={self.fit}: it needs "
-            f"{len(draft.tokens) + NEW_TOKENS}"
+            f"{len(draft.tokens) + self._besides}"
         )
 
     def _counts(self, texts: Sequence[str]) -> list[int]:
         return [len(ids) for ids in self._tokenizer.encode_many(texts)]
 
 
-def string_match_all(text: str, answers: Sequence[str]) -> float:
-    """RULER's score of what a model wrote after prompt and prefix: the share of the answers in it, in any case."""
+def found_in(text: str, answers: Sequence[str]) -> tuple[bool, ...]:
+    """Which of the answers stand in what a model wrote after prompt and prefix, in any case."""
     written = text.lower()
-    return sum(answer.lower() in written for answer in answers) / len(answers)
+    return tuple(answer.lower() in written for answer in answers)
+
+
+def string_match_all(text: str, answers: Sequence[str]) -> float:
+    """RULER's score of what a model wrote: the share of the answers in it, 0..1 (RULER prints 100 times that)."""
+    return sum(found_in(text, answers)) / len(answers)
 
 
 @dataclass(frozen=True)

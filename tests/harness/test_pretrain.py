@@ -309,6 +309,21 @@ def test_passages_come_in_their_share_of_the_batches(folder: Path, tmp_path: Pat
     assert 16 * 512 < info.tokens < 20 * 512, "padding isn't counted"
 
 
+def test_the_log_tells_windows_from_passages(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fifth batch is passages: a log of the last batch alone would show nothing else."""
+    found = config(
+        folder, task={"mix": "niah-text:0.2", "train_length": 512}, training={"steps": 10, "batch_samples": 2}
+    )
+    really, losses = training._one_step, []
+    monkeypatch.setattr(training, "_one_step", lambda *given: losses.append(really(*given)) or losses[-1])
+    monkeypatch.setattr(training, "_LOG_EVERY", 5)
+    _, events = trained(found, tmp_path)
+    for event, step in zip(events, (5, 10), strict=True):
+        *windows, passages = (loss for loss, _ in losses[step - 5 : step])
+        assert (event["step"], event["mix_loss"]) == (step, passages)
+        assert event["loss"] == pytest.approx(sum(windows) / 4, rel=1e-12)
+
+
 # --- TensorBoard
 
 

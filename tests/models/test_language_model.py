@@ -1,4 +1,4 @@
-"""The language model: what forward, prefill, step and generate promise to a caller."""
+"""The language model: what forward, prefill and step promise to a caller."""
 
 from __future__ import annotations
 
@@ -79,41 +79,6 @@ def test_rows_that_have_seen_nothing_start_when_their_first_token_comes(model):
     assert output.state.seen.tolist() == whole.state.seen.tolist() == [20, 43]
 
 
-def greedy_by_forward(model, prompt, n, stop=frozenset()):
-    """Token after token by full forward passes over one unpadded prompt [T]."""
-    text, new = prompt, []
-    for _ in range(n):
-        best = int(model(text[None]).logits[0, -1].argmax())
-        new.append(best)
-        text = torch.cat([text, torch.tensor([best])])
-        if best in stop:
-            break
-    return new
-
-
-@pytest.mark.parametrize("lengths", [[12, 12], [12, 5, 1]])
-def test_generation_is_the_argmax_of_full_passes(model, lengths):
-    tokens, positions = left_padded(lengths, 12)
-    got = model.generate(tokens, 9, positions)
-    want = [greedy_by_forward(model, row[where > 0], 9) for row, where in zip(tokens, positions, strict=True)]
-    assert got.tolist() == want
-
-
-def test_generation_stops_by_row_and_as_a_whole(model):
-    tokens, positions = left_padded([12, 5, 8], 12, seed=3)
-    free = model.generate(tokens, 10, positions).tolist()
-    stop = frozenset({free[0][0], free[1][3]})
-    got = model.generate(tokens, 10, positions, stop=stop).tolist()
-    for row, whole in zip(got, free, strict=True):
-        end = next((n for n, token in enumerate(whole) if token in stop), len(row) - 1)
-        assert row[: end + 1] == whole[: end + 1]
-        assert set(row[end:]) == {row[end]}
-    assert got[0] == [free[0][0]] * len(got[0])
-    everything = frozenset(range(31))
-    assert model.generate(tokens, 10, positions, stop=everything).shape == (3, 1)
-    assert model.generate(tokens, 0).shape == (3, 0)
-
-
 def test_a_state_gives_any_of_its_rows(model):
     tokens = small.tokens(4, 7)
     state = model(tokens, output_state=True).state
@@ -169,8 +134,6 @@ def test_positions_must_go_on_from_the_state(model):
 def test_no_tokens_at_all_are_refused(model, call):
     with pytest.raises(ValueError, match="at least one column"):
         getattr(model, call)(small.tokens(2, 0))
-    with pytest.raises(ValueError, match="at least one column"):
-        model.generate(small.tokens(2, 0), 3)
 
 
 def test_tied_and_untied_heads():

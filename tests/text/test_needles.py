@@ -524,17 +524,28 @@ def test_the_answer_itself_scores_one_and_the_prompts_other_values_nothing(varia
 
 
 def test_what_samples_depend_on_is_described():
-    needles = Needles("single_3", 2000, BYTES, fit="exact", seed=5)
+    needles = Needles("single_3", 2000, BYTES, fit="exact", seed=5, before=1)
     description = json.loads(json.dumps(needles.description()))
     assert description["haystack"] == {"kind": "essay", "name": "built-in", "sha256": builtin_essay().sha256}
     assert description["tokenizer"] == {"name": "bytes", "sha256": BYTES.sha256}
-    assert {key: description[key] for key in ("variant", "length", "new_tokens", "seed", "fit")} == {
+    assert {key: description[key] for key in ("variant", "length", "new_tokens", "before", "seed", "fit")} == {
         "variant": "single_3",
         "length": 2000,
         "new_tokens": 128,
+        "before": 1,
         "seed": 5,
         "fit": "exact",
     }
+
+
+@pytest.mark.parametrize("fit", FITS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_stands_before_a_prompt_takes_its_room(variant, fit):
+    length = length_for(variant, fit) + 1
+    plain, behind = Needles(variant, length - 1, BYTES, fit=fit), Needles(variant, length, BYTES, fit=fit, before=1)
+    assert behind.smallest_length == (plain.smallest_length + 1 if plain.smallest_length != 4096 else 4096)
+    for index in range(3):
+        assert behind.sample(index).prompt == plain.sample(index).prompt
 
 
 @pytest.mark.parametrize(
