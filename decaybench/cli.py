@@ -263,7 +263,7 @@ _add_task(
         _option(
             panel=ASKED,
             shown="exact",
-            help="With --text: exact (as much haystack as fits), ruler (RULER's rule, which leaves room).",
+            help="With --text: exact (as much haystack as fits), ruler (RULER's rule: some samples are far shorter).",
         ),
     ],
 )

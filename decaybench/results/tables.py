@@ -163,7 +163,7 @@ def _rows(record: Record) -> Iterator[list[str]]:
     names, rules = _coordinates(record), _references(record)
     for group in groups(record):
         low, high = group.interval
-        ratio = "" if group.ratio is None else f"{group.ratio:g}x"
+        ratio = "" if group.ratio is None else f"{group.ratio:.3g}x"
         place = [str(group.coordinates[name]) if name in group.coordinates else "" for name in names]
         own = [f"{group.value:.3f}", f"[{low:.3f}, {high:.3f}]"]
         if _is_text(record):

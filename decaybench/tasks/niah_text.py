@@ -101,7 +101,7 @@ class NiahTextConfig(TaskConfig):
     )
     fit: Fit = Field(
         default="exact",
-        description="exact: as much haystack as fits into the length; ruler: RULER's rule, which leaves room",
+        description="exact: as much haystack as fits; ruler: RULER's rule, by which some samples are far shorter",
     )
 
     @model_validator(mode="before")

@@ -95,9 +95,10 @@ def test_start_prompt_and_new_tokens_fill_the_length_to_within_a_sentence(varian
     assert task.vocab_size == 257 and made(start=300).vocab_size == 301
 
 
-def test_rulers_fit_leaves_room() -> None:
-    exact, ruler = (rows(made(fit=fit), "single_2", 5000).lengths for fit in ("exact", "ruler"))
-    assert (ruler < exact - 1500).all() and (exact > 5000 - 128 - 160).all()
+def test_by_rulers_rule_some_samples_are_500_words_shorter() -> None:
+    exact, ruler = (rows(made(fit=fit), "multikey_1", 5000, n=40).lengths for fit in ("exact", "ruler"))
+    assert (exact > 5000 - 128 - 160).all()
+    assert 0 < (ruler < 2500).sum() < 40 and ((ruler < 2500) | (ruler > 4700)).all()
 
 
 def test_other_splits_and_seeds_ask_for_other_needles() -> None:
