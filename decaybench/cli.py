@@ -873,9 +873,12 @@ def _run_task(task: str, given: dict[str, Any]) -> None:
 
 def _estimate(config: RunConfig, json: bool) -> None:
     from decaybench.core.files import readable_json
+    from decaybench.harness.distributed import speaks
     from decaybench.harness.estimate import estimate
 
     found = estimate(config)
+    if not speaks():
+        return
     if json:
         _write(readable_json(found.plain()))
     else:

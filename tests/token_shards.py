@@ -20,11 +20,11 @@ def stories(count: int, seed: int = 0, longest: int = 120) -> list[str]:
     return [" ".join(draws.choices(_WORDS, k=draws.randint(1, longest))) + "." for _ in range(count)]
 
 
-def prepared(folder: Path, documents: list[str], validation: float = 0.3) -> Path:
-    """The folder, made of these documents with the byte tokenizer."""
+def prepared(folder: Path, documents: list[str], validation: float = 0.3, tokenizer: str = "bytes") -> Path:
+    """The folder, made of these documents with the byte tokenizer, or another."""
     source = folder.with_suffix(".jsonl")
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    prepare(Wish([str(source)], folder, validation=validation, workers=1), progress=Progress(quiet=True))
+    prepare(Wish([str(source)], folder, tokenizer, validation=validation, workers=1), progress=Progress(quiet=True))
     return folder
 
 

@@ -78,7 +78,7 @@ class World:
         if self.size == 1:
             return module
         if how == "fsdp":
-            return _sharded(module, blocks)
+            return _sharded(module, blocks, self)
         from torch.nn.parallel import DistributedDataParallel
 
         return DistributedDataParallel(module)
@@ -93,6 +93,11 @@ def expected_processes() -> int:
     if not said.isdecimal() or int(said) < 1:
         raise UserError(f"WORLD_SIZE={said!r} is not a number of processes; torchrun sets it")
     return int(said)
+
+
+def speaks() -> bool:
+    """Whether this is the first of the processes that were started for this run, without meeting the others."""
+    return expected_processes() == 1 or os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
@@ -212,14 +217,15 @@ class _Silent(Progress):
         pass
 
 
-def _sharded(module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+def _sharded(module: nn.Module, blocks: Sequence[nn.Module], world: World) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     _show_tensors_of_stream()
+    mesh = init_device_mesh(world.device, (world.size,))  # its own choice would be a GPU wherever there is one
     uncut = {weight for weight in module.parameters() if weight.ndim == 0}
-    for block in blocks:
-        fully_shard(block, ignored_params=uncut)
-    fully_shard(module, ignored_params=uncut)
+    for part in (*blocks, module):
+        fully_shard(part, mesh=mesh, ignored_params=uncut)
     return module
 
 

@@ -420,6 +420,8 @@ def _likelihoods(task: Task[Any, Any, Any], lines: Sequence[SampleLine]) -> dict
     if not task.running_text:
         return {"log_likelihood": likely, "perplexity": perplexity(likely)}
     size = tuple(sum(part.bytes for part in line.by_position or ()) for line in lines)
+    if not any(size):
+        raise RunError("there is no text in the windows of the validation documents, only tokens that stand for none")
     bits, error = bits_per_byte(likely, size)
     bins: dict[int, list[PositionSums]] = {}
     for line in lines:

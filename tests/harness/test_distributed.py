@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from decaybench.core.errors import UserError
+from decaybench.core.errors import RunError, UserError
 from decaybench.harness import training
 from decaybench.harness.config import RunConfig, make_config
 from decaybench.harness.distributed import ALONE, World, expected_processes, joined
@@ -170,6 +171,33 @@ def test_a_batch_that_is_too_small_for_all(folder: Path, tmp_path: Path) -> None
     for way in WAYS:
         assert losses(tmp_path / way) == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
         assert events(tmp_path / way)[-1]["tokens"] == 6 * T
+
+
+def test_a_loss_that_is_no_number_in_one_process_stops_all(folder: Path, tmp_path: Path) -> None:
+    together(_diverge, folder, tmp_path, folder=tmp_path)
+    for way in WAYS:
+        (newest, before) = reversed(checkpoints_in(tmp_path / way / "checkpoint"))
+        assert (newest.name, before.name) == ("step-00000003", "step-00000002"), "weights from before it"
+
+
+def _diverge(world: World, data: Path, root: Path) -> None:
+    really = training.Objective.forward
+    for way, how in WAYS.items():
+        calls = 0
+
+        def forward(self: Any, *batch: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            nats, right = really(self, *batch)
+            broken = not world.first and calls == 8  # of two parts a step: in the second one of the fourth
+            return (nats * math.nan if broken else nats), right
+
+        training.Objective.forward = forward  # type: ignore[method-assign]
+        try:
+            with pytest.raises(RunError, match="training diverged at step 3: the loss is nan"):
+                trained(world, config(data, checkpoint_seconds=0, **how), root / way)
+        finally:
+            training.Objective.forward = really  # type: ignore[method-assign]
 
 
 # --- going on with another number of processes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import shutil
 import signal
 import sys
@@ -456,6 +457,37 @@ def test_other_data_in_the_same_place_are_another_run(folder: Path, here: Path) 
     assert len(list(here.glob("runs/*"))) == 2
 
 
+def test_a_checkpoint_of_another_tokenizer_is_refused(folder: Path, here: Path) -> None:
+    """Though the ids would fit: two vocabularies of as many tokens."""
+    assert bench(*words(folder)).code == 0
+    words_of = [f"{number} {bytes([number - 1])!r} 1" for number in range(1, 257)]
+    (here / "vocabulary.txt").write_text("\n".join(words_of) + "\n")
+    other = prepared(here / "other", stories(40, seed=5), tokenizer=str(here / "vocabulary.txt"))
+    refused = bench(
+        "pretrain", "--checkpoint", str(the_record(here).parents[2]), "--data", str(other), "--samples", "2"
+    )
+    assert refused.code == 2 and refused.err.count("\n") == 1
+    assert "was trained with another tokenizer" in refused.err
+
+
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(folder: Path, tmp_path: Path) -> None:
+    long = words(folder, "--set", "training.steps=30")
+    for name in ("whole", "full"):
+        (tmp_path / name).mkdir()
+    full = start(*long, cwd=tmp_path / "full", before=_no_file_of_more_than_8_kib).end()
+    assert full.code == 1 and full.err.splitlines()[-1].startswith("bench: ") and "Traceback" not in full.err
+    assert "file too large" in full.err.lower()
+    for name in ("whole", "full"):
+        assert start(*long, cwd=tmp_path / name).end().code == 0
+    whole, again = (read_record(the_record(tmp_path / name)) for name in ("whole", "full"))
+    assert (whole.cells, whole.training) == (again.cells, again.training)
+
+
+def _no_file_of_more_than_8_kib() -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+
+
 def test_kill_9_changes_nothing(folder: Path, tmp_path: Path) -> None:
     long = words(folder, "--set", "training.steps=60", "--set", "batch_tokens=1", "--samples", "10")
 
@@ -546,8 +578,8 @@ def test_sums_that_agree_with_themselves_alone_are_refused(
 # --- sizes, and what they would take
 
 
-def of_size(size: str, model: str, *settings: str) -> RunConfig:
-    flags = {"model.name": model}
+def of_size(size: str, model: str, *settings: str, **addons: Any) -> RunConfig:
+    flags = {"model.name": model, **addons}
     (found,) = configure("text", preset=size, flags=flags, settings=settings, without_data=True)
     return found
 
@@ -560,17 +592,91 @@ def mamba2_parameters(d: int, layers: int, vocabulary: int = 128_256, state: int
     return vocabulary * d + layers * block + d
 
 
-@pytest.mark.parametrize(("size", "d", "layers"), [("180m", 768, 24), ("440m", 1024, 48), ("1.5b", 2048, 48)])
-def test_published_sizes_have_the_parameters_that_they_imply(size: str, d: int, layers: int) -> None:
+@pytest.mark.parametrize("size", ["180m", "440m", "1.5b"])
+def test_published_sizes_have_about_so_many_parameters(size: str) -> None:
     nominal = {"180m": 180e6, "440m": 440e6, "1.5b": 1.5e9}[size]
-    counted = {}
-    for model in ("mamba2", "rwkv7", "gated_deltanet", "gla", "retnet", "attention"):
-        made = build_model(of_size(size, model).model, device="meta")
-        counted[model] = sum(weight.numel() for weight in made.parameters())
+    for model in ARCHITECTURES:
+        counted = sum(weight.numel() for weight in build_model(of_size(size, model).model, device="meta").parameters())
         with_gates = 1.35 if model == "gated_deltanet" else 1.1  # an output gate as wide as its doubled values
-        assert 0.9 * nominal < counted[model] < with_gates * nominal, model
-    assert counted["mamba2"] == mamba2_parameters(d, layers)
-    assert counted["attention"] == 128_256 * d + layers // 2 * (4 * d * d + 3 * d * 8 * -(-d // 3) + 2 * d) + d
+        assert 0.9 * nominal < counted < with_gates * nominal, model
+
+
+ARCHITECTURES = ("mamba2", "rwkv7", "gated_deltanet", "gla", "retnet", "attention")
+ADDONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"model.post": {}},
+    {"model.post": {"variant": "minimal"}},
+    {"model.bft": {}},
+    {"model.post": {}, "model.bft": {}},
+)
+COMBINED = [
+    (name, addons) for name in ARCHITECTURES for addons in ADDONS if name != "attention" or "model.post" not in addons
+]
+
+
+def block_parameters(name: str, d: int) -> int:
+    """Of one block of a published size, counted from its equations."""
+    if name == "mamba2":
+        return mamba2_parameters(d, 1, 0) - d
+    if name == "gated_deltanet":  # queries, keys, values and gate of twice the width, a and b; taps; A, dt; norms
+        heads = d // 128
+        return d * (2 * d + 2 * 2 * d + 2 * heads) + 2 * d * d + 4 * (2 * d + 2 * d) + 2 * heads + 256 + d
+    if name == "rwkv7":  # r, k, v, output; low ranks of w, a, v, g; six shifts, k_k, k_a, r_k, w0, a0, v0; norms; FFN
+        return 4 * d * d + 2 * d * sum(ranks(d)) + 12 * d + 3 * 2 * d + d + 2 * 4 * d * d
+    if name == "attention":
+        return 4 * d * d + 3 * d * hidden(8, d) + 2 * d
+    if name == "gla":  # queries and keys of half the width, values, gate, output; the decays' rank 16; a norm in a head
+        return d * (d + 2 * d) + d * d + 16 * (d + d // 2) + d // 2 + 256 + 3 * d * hidden(8, d) + 2 * d
+    return d * (2 * d + 2 * 2 * d) + 2 * d * d + 512 + 3 * d * hidden(4, d) + 2 * d  # retnet: twice the width in all
+
+
+def ranks(d: int) -> list[int]:
+    return [max(32, round(factor * d**0.5 / 32) * 32) for factor in (2.5, 2.5, 1.7, 5)]
+
+
+def hidden(thirds: int, d: int) -> int:
+    """Of an FFN of so many thirds of the width, a multiple of 8."""
+    return 8 * math.ceil(thirds * d / 3 / 8)
+
+
+def post_parameters(name: str, variant: str, d: int) -> int:
+    """What PoST adds to a block of a published size, in trainable parameters."""
+    heads = d // 256
+    if variant == "minimal":
+        return {"gla": heads, "retnet": heads, "rwkv7": d}.get(name, 0)  # P, and what RWKV-7's low rank starts from
+    if name == "mamba2":
+        return -2 * d // 64  # dt's biases are frozen
+    keys = {"gla": d // 2, "retnet": d}.get(name, 0)
+    low_rank = 16 * (d + keys) + keys if name == "gla" else 0
+    return d if name == "rwkv7" else (d * keys + keys + heads - low_rank if keys else 0)
+
+
+@pytest.mark.parametrize("size", ["180m", "440m", "1.5b"])
+@pytest.mark.parametrize(("name", "addons"), COMBINED)
+def test_every_model_has_the_parameters_of_its_equations(size: str, name: str, addons: dict[str, Any]) -> None:
+    found = of_size(size, name, **addons).model
+    d, layers, vocabulary = found.d_model, found.n_layers, 128_256
+    expected = vocabulary * d + d + layers * block_parameters(name, d)
+    if name == "rwkv7":  # norms with biases, one after the embedding; the first block mixes no values
+        expected += 3 * d - (2 * d * ranks(d)[2] + d)
+    if (post := found.post) is not None:
+        expected += layers * post_parameters(name, post.variant, d)
+    counted = sum(weight.numel() for weight in build_model(found, device="meta").parameters() if weight.requires_grad)
+    if found.bft is None:
+        assert counted == expected
+    else:  # a precision of each token, and few numbers a block
+        assert vocabulary < counted - expected < 1.25 * vocabulary + 2 * d * layers
+
+
+@pytest.mark.parametrize(("name", "addons"), COMBINED)
+def test_every_model_can_be_counted_without_values(name: str, addons: dict[str, Any]) -> None:
+    """Matrix products take two operations a weight forwards and four backwards, and the recurrence a few more."""
+    found = of_size("180m", name, "micro_batch_tokens=4096", "task.train_length=256", **addons)
+    told = estimate(found)
+    assert (told.steps, told.tokens, told.batch_tokens, told.part_tokens) == (7630, 7630 * 2**19, 2**19, 4096)
+    assert told.flops is not None and told.memory_bytes is not None
+    assert 6 * told.parameters < told.flops / told.tokens < 8.5 * told.parameters
+    assert told.state_bytes >= 16 * told.parameters
 
 
 @pytest.mark.parametrize(("size", "tokens", "rate"), [("180m", 4e9, 6e-4), ("440m", 9e9, 3e-4), ("1.5b", 3e10, 2e-4)])
@@ -608,6 +714,16 @@ def test_a_dry_run_says_what_training_would_take(folder: Path, here: Path) -> No
     assert told["memory_bytes"] > told["state_bytes"] and made is not None
     assert not (here / "runs").exists()
     assert bench("pretrain", "--dry-run", "--checkpoint", "x").code == 2
+
+
+def test_a_dry_run_of_two_processes_is_said_once(folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        said.append(bench(*words(folder, "--dry-run", "--set", "parallel=fsdp")))
+    assert [each.code for each in said] == [0, 0] and said[1].out == ""
+    assert "2 processes" in said[0].out and "12 of 128 tokens; a process computes 64 at once" in said[0].out
 
 
 def test_arithmetic_is_what_products_of_matrices_take(folder: Path) -> None:
