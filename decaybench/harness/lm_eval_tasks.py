@@ -106,13 +106,15 @@ def load_tasks(
     """
     lm_eval_version()
     _quiet()
-    with _as_lm_eval_runs():
-        manager = _manager(names)
-        tasks = [task for name in names for task in _built(manager, name, files)]
-    by_name = {task.task_name: task for task in tasks}
     for name in files:
-        if name not in by_name:
-            raise _unknown("--data-file: no task of --tasks is named", name, by_name)
+        if name not in names:
+            raise UserError(f"--data-file: {name!r} is none of --tasks; {_hint(name, names)}")
+    manager = _manager(names)
+    for name in files:
+        if manager.task_index[name].kind.name not in ("TASK", "PY_TASK"):
+            raise UserError(f"--data-file: {name!r} stands for several tasks; name one of them")
+    with _as_lm_eval_runs():
+        by_name = {task.task_name: task for name in names for task in _built(manager, name, files)}
     return [_asked(task, files.get(name), limit, shots) for name, task in by_name.items()]
 
 
@@ -191,13 +193,13 @@ def _manager(names: Sequence[str]) -> Any:
     manager = tasks.TaskManager()
     for name in names:
         if name not in manager.task_index:
-            raise _unknown("unknown lm-eval task", name, manager.all_tasks)
+            raise UserError(f"unknown lm-eval task {name!r}; {_hint(name, manager.all_tasks)}")
     return manager
 
 
-def _unknown(what: str, name: str, known: Iterable[str]) -> UserError:
+def _hint(name: str, known: Iterable[str]) -> str:
     near = nearest(name, known)
-    return UserError(f"{what} {name!r}; " + (f"did you mean {near!r}?" if near else "`lm_eval ls tasks` names them"))
+    return f"did you mean {near!r}?" if near else "`lm_eval ls tasks` names all tasks"
 
 
 def _built(manager: Any, name: str, files: Mapping[str, str]) -> list[Any]:
