@@ -80,8 +80,7 @@ def config(folder: Path, model: str = "mamba2+post", **settings: Any) -> RunConf
 
 def trained(world: World, found: RunConfig, folder: Path) -> dict[str, torch.Tensor]:
     """Train, with each step in the log and each process's samples in a file. Returns the weights."""
-    training._LOG_EVERY = 1
-    really = Text.batch
+    usual, really = training._LOG_EVERY, Text.batch
 
     def noted(self: Text, shape: Any, split: Any, seed: int, indices: np.ndarray) -> Any:
         with open(folder / f"samples-{world.size}-{world.rank}", "a") as file:
@@ -92,11 +91,11 @@ def trained(world: World, found: RunConfig, folder: Path) -> dict[str, torch.Ten
     if world.first and not run.config_path.exists():
         run.write_config(found.plain())
     world.tell(None)
-    Text.batch = noted  # type: ignore[method-assign]
+    training._LOG_EVERY, Text.batch = 1, noted  # type: ignore[method-assign]
     try:
         model, _, _ = train(found, run, device="cpu", backend="torch", progress=Progress(quiet=True), world=world)
     finally:
-        Text.batch = really  # type: ignore[method-assign]
+        training._LOG_EVERY, Text.batch = usual, really  # type: ignore[method-assign]
     return model.state_dict()
 
 

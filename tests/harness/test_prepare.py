@@ -55,13 +55,17 @@ def slow_units() -> None:
     module._encode = slowly
 
 
+_STUCK = "stuck"
+
+
 def stuck_after_units() -> None:
-    """The same, but after a few there is no end: whatever stops it, the work isn't done."""
+    """The same, but after a few there is no end, and a file that says so: whatever stops it, the work isn't done."""
     small_units()
     before, done = module._encode, itertools.count()
 
     def slowly(*arguments: Any) -> Any:
         if next(done) == 4:
+            Path(_STUCK).touch()
             time.sleep(600)
         return before(*arguments)
 
@@ -448,7 +452,7 @@ def test_ctrl_c_stops_at_once_and_goes_on(texts: Path, tmp_path: Path, small: No
     prepare(wish(texts, tmp_path / "whole"), progress=QUIET)
     words = ("data", "prepare", str(texts), "--out", "out", "--validation", "0.3", "--workers", "1")
     work = start(*words, cwd=tmp_path, before=stuck_after_units)
-    assert work.wait_for(lambda: units_of(tmp_path) >= 2)
+    assert work.wait_for((tmp_path / _STUCK).exists) and units_of(tmp_path) >= 2
     work.send(signal.SIGINT)
     result = work.end()
     assert result.code == 1

@@ -150,7 +150,7 @@ def test_sizes_that_do_not_divide_are_named(mixer, said):
     assert str(error.value) == said
 
 
-def test_every_preset_is_a_configuration():
+def test_every_preset_is_a_configuration(monkeypatch):
     for size, models in PRESETS.items():
         for name in models:
             config = parse(ModelConfig, preset(size, name))
@@ -158,6 +158,7 @@ def test_every_preset_is_a_configuration():
             build_model(config, device="meta")
     with pytest.raises(UserError, match="unknown model preset '180'; did you mean '180m'"):
         preset("180", "mamba2")
+    monkeypatch.delitem(PRESETS["180m"], "attention")
     with pytest.raises(UserError, match="unknown model of preset 180m 'attention'"):
         preset("180m", "attention")
 
