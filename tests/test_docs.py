@@ -109,3 +109,24 @@ def _spectrum(model):
 
     (found,) = [module for module in model.modules() if isinstance(module, Spectrum)]
     return found
+
+
+# --- docs/pretrain.md
+
+PRETRAIN = (ROOT / "docs" / "pretrain.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_sizes_of_language_models_are_counted(name: str) -> None:
+    (row,) = re.findall(rf"^\| {name} \|(.+)\|$", PRETRAIN, re.MULTILINE)
+    for size, said in zip(("micro", "180m", "440m", "1.5b"), row.split("|"), strict=True):
+        model = build_model(parse(ModelConfig, preset(size, name)), device="meta")
+        millions = sum(weight.numel() for weight in model.parameters()) / 1e6
+        assert said.strip() == (f"{millions:,.2f} M" if millions < 100 else f"{millions:,.0f} M")
+
+
+def test_what_the_page_on_pretraining_says_of_preset_micro() -> None:
+    settings = preset_layer("text", "micro", "mamba2")
+    training = settings["training"]
+    assert f"{training['steps']:,} steps of {training['batch_tokens']:,} tokens" in PRETRAIN
+    assert f"context {settings['task']['train_length']}" in PRETRAIN
