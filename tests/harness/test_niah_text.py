@@ -114,12 +114,12 @@ def by_hand(model: LanguageModel, prompt: Sequence[int], answers: Sequence[str])
 @pytest.mark.usefixtures("easy")
 @pytest.mark.parametrize("model", MODELS)
 def test_texts_and_scores_are_those_of_a_plain_loop(model: str, tmp_path: Path) -> None:
-    found = config(model, evaluation={"variants": ["single_1", "multikey_2"], "lengths": ["640"], "samples": 3})
+    found = config(model, evaluation={"variants": ["single_1", "multikey_2"], "lengths": ["640"], "samples": 2})
     reader, task = live_model(found), make_task(found.task)
     result = ran(found, tmp_path, reader)
     scores = []
     for cell, made in zip(result.cells, task.cells(found.evaluation, [640]), strict=True):
-        batch = task.batch(made.shape, "test", 0, np.arange(3))
+        batch = task.batch(made.shape, "test", 0, np.arange(2))
         assert batch.positions is not None and batch.wanted is not None
         for row, line in enumerate(lines_of(tmp_path)[cell.name]):
             prompt = batch.tokens[row][batch.positions[row] != 0].tolist()
@@ -129,7 +129,7 @@ def test_texts_and_scores_are_those_of_a_plain_loop(model: str, tmp_path: Path) 
             assert line.score == np.mean(hits) and (cell.correct[row], cell.asked[row]) == (sum(hits), len(hits))
             assert line.length == len(prompt) + 128 <= cell.eval_length
             scores.append(line.score)
-    assert len({line.text for lines in lines_of(tmp_path).values() for line in lines}) > 2
+    assert len({line.text for lines in lines_of(tmp_path).values() for line in lines}) > 1
     assert 0 < np.mean(scores) < 1, "or nothing could disagree"
 
 
