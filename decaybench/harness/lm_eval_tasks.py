@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -190,11 +191,19 @@ def _manager(names: Sequence[str]) -> Any:
     if all(name in folders for name in names):
         own = sorted({str(folders[name]) for name in names})
         return tasks.TaskManager(include_path=own, include_defaults=False)
-    manager = tasks.TaskManager()
+    manager = _index()
     for name in names:
         if name not in manager.task_index:
             raise UserError(f"unknown lm-eval task {name!r}; {_hint(name, manager.all_tasks)}")
     return manager
+
+
+@cache
+def _index() -> Any:
+    """lm-eval's index of all its tasks."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
