@@ -120,8 +120,7 @@ def evaluate(
                     done = [work.answer(model, start, device) for start in own]
                 if todo:
                     work.keep([lines for found in world.gather(done) for lines in found])
-                    stop.wanted = world.sums(stop.wanted) != [0]
-                    stop.raise_if_wanted(f"evaluation stopped in cell {cell.name}")
+                    stop.raise_if_wanted(f"evaluation stopped in cell {cell.name}", world.sums(stop.wanted) != [0])
                 show(place * samples + min(samples, starts[-1] + work.size), cell.name)
             if world.first:
                 results.append(cell_result(task, cell, work.lines, train_length, work.asked))

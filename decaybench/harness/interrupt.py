@@ -31,9 +31,12 @@ class Stop:
     def __exit__(self, *_: object) -> None:
         self._restore()
 
-    def raise_if_wanted(self, what: str) -> None:
-        """Raises InterruptedRunError, saying `what` was left, if somebody asked to stop."""
-        if self.wanted:
+    def raise_if_wanted(self, what: str, by_all: bool | None = None) -> None:
+        """Raises InterruptedRunError, saying `what` was left, if somebody asked to stop.
+
+        by_all: what several processes agreed on in place of `wanted`, which may have been set since; it stays so.
+        """
+        if self.wanted if by_all is None else by_all:
             raise InterruptedRunError(f"{what}; the same command goes on from there")
 
     def _asked(self, number: int, frame: FrameType | None) -> None:

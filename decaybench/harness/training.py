@@ -260,8 +260,9 @@ def _train_on(
                 _save(work, config, stages, folder, world)
                 saved = time.monotonic()
                 saving = saved - began
-            stop.wanted = stopping
-            stop.raise_if_wanted(f"training stopped at step {work.step} of {total}")
+            stop.raise_if_wanted(f"training stopped at step {work.step} of {total}", stopping)
+        # Whoever asked during the last step's checkpoint.
+        stop.raise_if_wanted(f"training stopped at step {work.step} of {total}", world.sums(stop.wanted) != [0])
 
 
 @contextmanager

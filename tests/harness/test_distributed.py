@@ -23,6 +23,7 @@ from decaybench.harness import training
 from decaybench.harness.config import RunConfig, make_config
 from decaybench.harness.distributed import ALONE, World, expected_processes, joined
 from decaybench.harness.evaluation import evaluate
+from decaybench.harness.interrupt import InterruptedRunError
 from decaybench.harness.progress import Progress
 from decaybench.harness.training import train
 from decaybench.models.checkpoints import checkpoints_in, read_checkpoint
@@ -390,6 +391,47 @@ def test_what_stops_the_first_alone_is_said_once(folder: Path, tmp_path: Path) -
     said = [each.err.splitlines()[-1] for each in ends]
     assert "another process is" in said[0] and said[1].startswith("bench: another of the 2 processes ended")
     assert "Traceback" not in ends[0].err + ends[1].err
+
+
+def test_a_request_to_stop_is_never_lost(folder: Path, tmp_path: Path) -> None:
+    """Whenever it comes: also while the processes add up who was asked to, and while the first one writes."""
+    together(_interrupted, folder, tmp_path, folder=tmp_path)
+
+
+def _interrupted(world: World, data: Path, root: Path) -> None:
+    really_sums, really_save = World.sums, training._save
+
+    def stopped(name: str, steps: int = STEPS) -> str:
+        with pytest.raises(InterruptedRunError) as error:
+            trained(world, config(data, checkpoint_seconds=0, training={"steps": steps}), root / name)
+        return str(error.value).partition(";")[0]
+
+    asked = 0
+
+    def sums(self: World, *numbers: float) -> list[float]:
+        nonlocal asked
+        found = really_sums(self, *numbers)
+        asked += 1
+        if asked == 6 and not world.first:  # three a step: the last one of the second
+            os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    def save(work: Any, *rest: Any) -> None:
+        if work.step == 2 and world.first:
+            os.kill(os.getpid(), signal.SIGINT)
+        really_save(work, *rest)
+
+    World.sums = sums  # type: ignore[method-assign]
+    try:
+        assert stopped("sums") == f"training stopped at step 3 of {STEPS}"
+    finally:
+        World.sums = really_sums  # type: ignore[method-assign]
+    training._save = save
+    try:
+        assert stopped("save") == f"training stopped at step 3 of {STEPS}"
+        assert stopped("last", steps=2) == "training stopped at step 2 of 2"
+    finally:
+        training._save = really_save
 
 
 def test_torchrun(folder: Path, tmp_path: Path) -> None:
