@@ -240,6 +240,7 @@ def _built(manager: Any, name: str, files: Mapping[str, str]) -> list[Any]:
 def _rows(task: str, path: Path) -> Any:
     """A file's rows as a data set."""
     from datasets import Dataset
+    from pyarrow import ArrowException
 
     where = f"--data-file {task}={path}"
     try:
@@ -252,7 +253,7 @@ def _rows(task: str, path: Path) -> Any:
             found = Dataset(parquet.read_table(path))
         else:
             found = Dataset.from_list(_json_rows(where, path))
-    except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+    except (OSError, ValueError, ArrowException) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UserError(f"{where}: it can't be read ({' '.join(reason.split())[:200]})") from None
     if not len(found):
