@@ -99,6 +99,8 @@ def _child(words: tuple[str, ...], cwd: Path, output: list[Path], before: Callab
 
     from decaybench.harness import run
 
+    # Where the tests run in the background of a script, the shell has them ignore Ctrl-C, and so their children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(cwd)
     for stream, path in zip((1, 2), output, strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), stream)
