@@ -5,7 +5,6 @@ Heavy modules are imported inside the commands, so that `bench --help` answers a
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import os
 import sys
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from decaybench.core.errors import RunError, UserError
+from decaybench.core.memory import keep_freed_memory
 from decaybench.harness.addons import ADDONS
 
 if TYPE_CHECKING:
@@ -561,6 +561,56 @@ def compare(
 
 
 @app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(help="What to run: docs/sweep.md.", metavar="SWEEP.YAML")],
+    engine: Annotated[
+        str, typer.Option(help="local: processes of this machine; ray: a Ray cluster (extra cluster).")
+    ] = "local",
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Runs at a time.", show_default="as many as the cores, or GPUs, have room for", **_WHOLE),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="With --engine ray: the cluster's.", show_default="RAY_ADDRESS, one that runs here, else a new one"
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of run folders.", show_default="runs")] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the summary, CSV and logs.", show_default="SWEEP.YAML without its ending"),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and how each stands; do nothing.")] = False,
+    json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
+) -> None:
+    """Many runs from one file: grids and lists of settings, in parallel; the same command goes on and tries again."""
+    from decaybench.core.files import readable_json
+    from decaybench.harness.progress import Progress
+    from decaybench.harness.sweep.drive import Wish, look
+    from decaybench.harness.sweep.drive import sweep as carry_out
+
+    wish = Wish(file, engine, workers, address, out, folder)
+    if dry_run:
+        seen = look(wish)
+        if json:
+            _write(readable_json(seen.plain()))
+        else:
+            _print(seen.table())
+        return
+    finished = carry_out(wish, progress=Progress(quiet=quiet))
+    if json:
+        _write(readable_json(finished.plain()))
+    else:
+        for table in finished.tables():
+            _print(table)
+        for path in finished.files:
+            _print(f"written: {path}")
+    finished.raise_if_failed()
+
+
+@app.command()
 @_with_addons
 def selftest(
     model: Annotated[str, typer.Option(help="Architecture, or all with every add-on.")] = "mamba2",
@@ -806,7 +856,7 @@ def main() -> None:
     # PyTorch's threads spin while they wait for one another: beside any other program on the same cores a run took
     # 15 times longer. Sleeping costs a tenth on an idle machine. To be said before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    _keep_freed_memory()
+    keep_freed_memory()
     if sys.stdout is None:  # closed by the caller (>&-), who wants the run and not its output
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 it lives as long as the process
     try:
@@ -827,18 +877,6 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # no second error at exit
         if not isinstance(error, BrokenPipeError):  # whoever read our output (head, say) has gone: nothing to tell
             _fail(f"can't write the output: {error}", 1)
-
-
-def _keep_freed_memory() -> None:
-    """Tell glibc not to hand large freed buffers back to the system, which every step would ask for again.
-
-    Page faults took 5 to 7 % of a training step's time; peak memory stayed what it was.
-    """
-    if sys.platform == "linux" and not {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys():
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None:  # other C libraries have none
-            mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
-            mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
 
 
 def _run_task(task: str, given: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # commands and flags
     "command": (("niahh",), ("'niahh'", "'niah'")),
     "command of leaderboard": (("leaderboard", "ad"), ("'ad'", "'add'")),
-    "command to come": (("sweep",), ("'sweep'",)),
+    "no file of a sweep": (("sweep",), ("SWEEP.YAML",)),
     "flag": ((*NIAH, "--modle", "mamba2"), ("--modle", "--model")),
     "flag of another task": ((*MQAR, "--depths", "0"), ("--depths",)),
     "argument": ((*NIAH, "extra"), ("extra",)),

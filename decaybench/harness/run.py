@@ -88,20 +88,15 @@ def carry_out(config: RunConfig, *, force: bool = False, progress: Progress) -> 
 
 def _carry_out(config: RunConfig, force: bool, progress: Progress, world: World) -> Outcome:
     device = world.device
-    checkpoint, train_length = None, None
-    if config.checkpoint is not None:
-        checkpoint = find_checkpoint(Path(config.checkpoint))
-        config, train_length = _with_model_of(checkpoint, config), checkpoint.train_length
-    else:
-        train_length = config.task.train_length
+    config, checkpoint = _resolved(config)
+    train_length = checkpoint.train_length if checkpoint else config.task.train_length
     task = make_task(config.task)
     cells = evaluation_cells(task, config.evaluation, train_length)
     task.ready(cells, config.evaluation.samples)
     backend, why = resolve_backend(config.backend, config.model.name)
-    folder = RunFolder(config.folder(checkpoint.sha256 if checkpoint else config.training_hash))
+    folder, evaluation = _places(config, checkpoint)
     if world.first:
         folder = RunFolder.open(folder.path, force=force)
-    evaluation = folder.evaluation(config.evaluation_hash[:12])
     with folder.lock() if world.first else nullcontext():
         if world.tell(evaluation.is_complete()):
             progress.say(f"already done: {evaluation.record_path}")
@@ -140,6 +135,24 @@ def carry_out_all(configs: Sequence[RunConfig], *, force: bool = False, progress
     with joined(resolve_device(configs[0].device)) as world:
         outcomes = [carry_out(config, force=force, progress=progress) for config in configs]
     return outcomes if world.first else []
+
+
+def destination(config: RunConfig) -> tuple[RunFolder, EvaluationFolder]:
+    """Where the results of a run lie, or will lie. Raises UserError where its checkpoint is gone or doesn't fit."""
+    return _places(*_resolved(config))
+
+
+def _resolved(config: RunConfig) -> tuple[RunConfig, Checkpoint | None]:
+    """The configuration with all that a checkpoint brings, and the checkpoint where there is one."""
+    if config.checkpoint is None:
+        return config, None
+    checkpoint = find_checkpoint(Path(config.checkpoint))
+    return _with_model_of(checkpoint, config), checkpoint
+
+
+def _places(config: RunConfig, checkpoint: Checkpoint | None) -> tuple[RunFolder, EvaluationFolder]:
+    folder = RunFolder(config.folder(checkpoint.sha256 if checkpoint else config.training_hash))
+    return folder, folder.evaluation(config.evaluation_hash[:12])
 
 
 def _with_model_of(checkpoint: Checkpoint, config: RunConfig) -> RunConfig:

@@ -99,9 +99,14 @@ class Workers(Generic[Task, Result]):
         return result  # type: ignore[no-any-return]
 
 
+def end_with_parent() -> None:
+    """From now on a process of multiprocessing ends at once when the one that started it does, however that ends."""
+    threading.Thread(target=_wait_for_parent, daemon=True).start()
+
+
 def _work(connection: Connection, make: Callable[[Any], Callable[[Any], Any]], setup: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent decides
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     do: Callable[[Any], Any] | None = None
     while True:
         try:
@@ -118,7 +123,7 @@ def _work(connection: Connection, make: Callable[[Any], Callable[[Any], Any]], s
         connection.send(answer)
 
 
-def _end_with_parent() -> None:
+def _wait_for_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

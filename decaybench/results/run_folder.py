@@ -194,6 +194,10 @@ class EvaluationFolder:
         atomic_write_text(self.record_path, record.to_json())
 
 
+class LockedError(RunError):
+    """Another process works on the folder."""
+
+
 class RunFolder:
     """A run's folder. Write to it only inside `lock()`."""
 
@@ -221,13 +225,13 @@ class RunFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Held while working on the folder. Raises RunError at once where another process holds it."""
+        """Held while working on the folder. Raises LockedError at once where another process holds it."""
         lock = FileLock(self.path / _LOCK, timeout=0)
         with writing(self.path / _LOCK):
             try:
                 lock.acquire()
             except Timeout:
-                raise RunError(
+                raise LockedError(
                     f"another process is working on {self.path}; wait for it or choose another --out"
                 ) from None
         try:
