@@ -30,16 +30,17 @@ from decaybench.harness.interrupt import InterruptedRunError, Stop
 from decaybench.harness.progress import Progress
 from decaybench.harness.run import kept_record
 from decaybench.harness.sweep.board import Board
-from decaybench.harness.sweep.engine import Ended, Engine
+from decaybench.harness.sweep.engine import Engine
 from decaybench.harness.sweep.local import LocalEngine
 from decaybench.harness.sweep.plan import Plan, Planned, read_plan
 from decaybench.harness.sweep.report import Finished, write_report
+from decaybench.harness.sweep.worker import Ended
 from decaybench.results.record import Record
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-ENGINES = ("local",)
+ENGINES = ("local", "ray")
 _GLANCE = 0.5  # seconds between looks at what is at work
 _TRIES = 4  # of a run whose worker is lost
 
@@ -161,6 +162,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _engine(wish: Wish, plan: Plan, folder: Path) -> Engine:
+    if wish.engine == "ray":
+        from decaybench.harness.sweep.cluster import RayEngine
+
+        return RayEngine(wish.address, wish.workers, plan.threads, plan.gpus, folder / "logs")
     for device in {run.config.device for run in plan.runs}:
         resolve_device(device)
     return LocalEngine(wish.workers, plan.threads, plan.gpus, folder / "logs")

@@ -1,41 +1,12 @@
-"""What carries out a sweep's runs: engines, and the one function that they all have done in a process of its own."""
+"""What carries out a sweep's runs, several at a time: processes of this machine, or of a cluster."""
 
 from __future__ import annotations
 
-import faulthandler
-import os
-import signal
-import sys
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
-from decaybench.core.errors import RunError, UserError
-from decaybench.core.memory import keep_freed_memory
-from decaybench.harness.interrupt import InterruptedRunError
-from decaybench.harness.progress import Progress
 from decaybench.harness.sweep.plan import Planned
-from decaybench.results.run_folder import LockedError
-
-# A worker that was lost with its machine may keep its folder locked for a while: NFS waits 90 s for a lost client.
-_PATIENCE = 120.0
-_AGAIN = 0.5
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a run ended. error: one line; None: done, or stopped on request. lost: without an answer; again: by no fault
-    of its own, perhaps. notes: what it said that matters.
-    """
-
-    error: str | None = None
-    stopped: bool = False
-    lost: bool = False
-    again: bool = False
-    notes: tuple[str, ...] = ()
+from decaybench.harness.sweep.worker import Ended
 
 
 class Engine(Protocol):
@@ -67,75 +38,3 @@ class Engine(Protocol):
     def stop(self) -> None:
         """Ask all that is at work to write a checkpoint and end."""
         ...
-
-
-def carry_out_here(config: Mapping[str, Any], threads: int, gpus: str | None) -> Ended:
-    """Carry out a run in this process, which does nothing else.
-
-    config: plain. threads: of the CPU. gpus: those that it may see, as CUDA_VISIBLE_DEVICES has it; None: as it is.
-    """
-    if gpus is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
-    keep_freed_memory()
-    import torch
-
-    from decaybench.harness.config import make_config
-    from decaybench.harness.run import carry_out
-
-    torch.set_num_threads(threads)
-    progress = _Notes()
-    until = time.monotonic() + _PATIENCE
-    while True:
-        try:
-            carry_out(make_config(config), progress=progress)
-        except LockedError as error:
-            if time.monotonic() < until:
-                time.sleep(_AGAIN)
-                continue
-            return Ended(error=str(error), notes=tuple(progress.notes))
-        except InterruptedRunError:
-            return Ended(stopped=True, notes=tuple(progress.notes))
-        except (UserError, RunError) as error:
-            return Ended(error=" ".join(str(error).split()), notes=tuple(progress.notes))
-        return Ended(notes=tuple(progress.notes))
-
-
-def into_file(path: Path) -> None:
-    """From now on this process writes what it prints into a file, the traceback of a crash among it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    os.close(file)
-    faulthandler.enable(sys.stderr)
-
-
-def last_words(path: Path) -> str:
-    """The last line of such a file, of a traceback the error; empty: there is none."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError:
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-def death(code: int | None) -> str:
-    """What an exit code says of a process that ended without an answer."""
-    if code is None or code >= 0:
-        return f"its process ended with code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"its process was killed by {name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
-
-
-class _Notes(Progress):
-    """Shows nothing and keeps the notes."""
-
-    def __init__(self) -> None:
-        super().__init__(quiet=True)
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)

@@ -17,8 +17,8 @@ from typing import Any, Self
 import torch
 
 from decaybench.core.errors import UserError
-from decaybench.harness.sweep.engine import Ended, carry_out_here, death, into_file, last_words
 from decaybench.harness.sweep.plan import Planned
+from decaybench.harness.sweep.worker import Ended, carry_out_here, death, into_file, last_words
 from decaybench.harness.workers import end_with_parent
 
 # What a run imports, loaded once by the server that every run's process is a copy of; also what is imported late.
