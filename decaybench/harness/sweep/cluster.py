@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from decaybench.core.errors import RunError, UserError
+from decaybench.core.files import writing
 from decaybench.harness.sweep.plan import Planned
 from decaybench.harness.sweep.worker import Ended, carry_out_here, into_file
 
@@ -31,29 +33,25 @@ class RayEngine:
         self._ray = _ray()
         self._address, self._workers, self._threads, self._gpus = address, workers, threads, gpus
         self._logs = logs.absolute()
-        self._ours = False  # whether we joined, and so part from, the cluster
+        self._closing = ExitStack()
         self._working: dict[Any, Planned] = {}
 
     def __enter__(self) -> Self:
-        if not self._ray.is_initialized():
-            self._join()
-            self._ours = True
-        try:
+        with self._closing:  # until all is well
+            # Ray tells news of its nodes on stdout, where --json has its output.
+            self._closing.enter_context(_stdout_into(self._logs / "ray.txt"))
+            if not self._ray.is_initialized():
+                self._join()
+                self._closing.callback(self._ray.shutdown)
             self._settle()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+            self._closing.callback(self._cancel)
+            self._closing = self._closing.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for reference in self._working:
-            with suppress(Exception):  # whatever is wrong with the cluster, there is nothing left to do
-                self._ray.cancel(reference, force=True)
-        self._working = {}
-        if self._ours:
-            self._ray.shutdown()
+        self._closing.close()
 
     @property
     def name(self) -> str:
@@ -92,6 +90,12 @@ class RayEngine:
         for reference in self._working:
             self._ray.cancel(reference)
 
+    def _cancel(self) -> None:
+        for reference in self._working:
+            with suppress(Exception):  # whatever is wrong with the cluster, there is nothing left to do
+                self._ray.cancel(reference, force=True)
+        self._working = {}
+
     def _join(self) -> None:
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
         named = self._address or os.environ.get("RAY_ADDRESS")
@@ -128,7 +132,7 @@ class RayEngine:
         except errors.RayTaskError as error:  # of ours, with a traceback
             return Ended(error=str(error).strip().split("\n")[-1])
         except errors.RayError as error:
-            why = next(iter(str(error).strip().split("\n")), "")
+            why = str(error).strip().partition("\n")[0].partition(". ")[0]
             return Ended(error=f"its worker was lost ({type(error).__name__}: {why})", lost=True, again=True)
         assert isinstance(ended, Ended)
         return ended
@@ -143,6 +147,15 @@ def _work(config: dict[str, Any], threads: int, gpus: str | None, folder: Path, 
     except OSError as error:
         return Ended(error=f"{folder} must be the same folder on every node of the cluster: {error}")
     return carry_out_here(config, threads, gpus)
+
+
+@contextmanager
+def _stdout_into(path: Path) -> Iterator[None]:
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "w", encoding="utf-8")  # noqa: SIM115 closed below
+    with file, redirect_stdout(file):
+        yield
 
 
 def _ray() -> Any:

@@ -5,7 +5,7 @@ Beside the runs' own folders a sweep keeps one of its own, FILE without its endi
     failures.json    the runs that failed, with their errors, until they succeed
     logs/            what a run's process printed, where it printed anything
     runs.csv         a line for each run and cell of its evaluation, in the file's order
-    state.png, .svg  accuracy by state elements, where the runs' states differ (report.py)
+    state-TASK.png   accuracy by state elements, where the runs' states differ; and as .svg
 
 Nothing else is remembered from one sitting to the next: whether a run is done, its own folder says.
 """

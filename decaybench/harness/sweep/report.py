@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from decaybench.core.errors import RunError
 from decaybench.core.files import atomic_write_text
 from decaybench.harness.sweep.plan import Plan, Planned, written
+from decaybench.harness.sweep.state_figure import draw_states
 from decaybench.results.leaderboard import table as summary
 from decaybench.results.record import CellResult, Record
 
@@ -80,9 +81,10 @@ class Finished:
 
 def write_report(plan: Plan, records: dict[int, Record], failures: dict[int, str], folder: Path) -> Finished:
     """Write the CSV, and the figure where there is one to draw. Raises RunError."""
-    files = [folder / CSV]
-    atomic_write_text(files[0], _csv(plan, records, failures))
-    return Finished(plan, records, failures, files)
+    table = folder / CSV
+    atomic_write_text(table, _csv(plan, records, failures))
+    ordered = {run.number: records[run.number] for run in plan.runs if run.number in records}
+    return Finished(plan, ordered, failures, [table, *draw_states(list(ordered.values()), folder)])
 
 
 def _csv(plan: Plan, records: Mapping[int, Record], failures: Mapping[int, str]) -> str:
