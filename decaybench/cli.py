@@ -133,6 +133,9 @@ _FLAGS: dict[str, Any] = {
     ],
     "json": Json,
     "quiet": Annotated[bool, _option("--quiet", panel=RUNNING, help="No progress on stderr.")],
+    "dry_run": Annotated[
+        bool, _option("--dry-run", panel=RUNNING, help="Say what training would take, memory for one, and do nothing.")
+    ],
 }
 # The setting that a flag gives.
 _KEYS = {
@@ -357,7 +360,6 @@ _add_task(
             help="Whether positions and state start anew with each document, or run on, as in PoST's paper.",
         ),
     ],
-    dry_run=Annotated[bool, _option("--dry-run", panel=RUNNING, help="Say what training would take, and do nothing.")],
 )
 
 
@@ -673,6 +675,38 @@ def list_(
             _print(table)
 
 
+@app.command()
+def protocol(
+    name: Annotated[str | None, typer.Argument(help="A protocol; none: which there are.", show_default=False)] = None,
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Finished runs, or their records.", metavar="[RUN]...")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Architecture.", show_default="the protocol's first")] = None,
+    json: Json = False,
+) -> None:
+    """Published protocols: what each demands, and in which items a run departs from one."""
+    from decaybench.core.files import readable_json
+    from decaybench.harness.catalogue import tables
+    from decaybench.harness.protocols import departures_of, listed
+
+    if name is not None and runs:
+        found = departures_of(runs, name)
+        if json:
+            _write(readable_json(found))
+            return
+        for record, items in found.items():
+            _print(f"{record}: " + (f"departs from {name} in" if items else f"comparable to {name}"))
+            for item in items:
+                _print(f"  {item}")
+        return
+    entries = listed(name, model)
+    if json:
+        _write(readable_json(entries))
+        return
+    for table in tables(entries):
+        _print(table)
+
+
 @board.command("add")
 def board_add(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, with all their evaluations.", metavar="RUN...")],
@@ -856,9 +890,9 @@ def _run_task(task: str, given: dict[str, Any]) -> None:
         flags=flags,
         settings=given["settings"] or (),
         seeds=None if seeds is None else [_integer("--seeds", part) for part in seeds.split(",")],
-        without_data=given.get("dry_run", False),
+        without_data=given["dry_run"],
     )
-    if given.get("dry_run"):
+    if given["dry_run"]:
         _estimate(configs[0], given["json"])
         return
     outcomes = carry_out_all(configs, force=given["force"], progress=Progress(quiet=given["quiet"]))
@@ -868,7 +902,7 @@ def _run_task(task: str, given: dict[str, Any]) -> None:
         records = [outcome.record.to_json().strip() for outcome in outcomes]
         _write(records[0] if seeds is None else "[" + ",\n".join(records) + "]")
     else:
-        _show(outcomes)
+        _show(outcomes, given["preset"])
 
 
 def _estimate(config: RunConfig, json: bool) -> None:
@@ -898,7 +932,9 @@ def _integer(flag: str, text: str) -> int:
         raise UserError(f"{flag}: {text.strip()!r} is not a whole number; write 0,1,2") from None
 
 
-def _show(outcomes: Sequence[Outcome]) -> None:
+def _show(outcomes: Sequence[Outcome], preset: str | None) -> None:
+    from decaybench.harness.protocols import PROTOCOLS, remark
+
     for outcome in outcomes:
         _print(outcome.record)
     if len(outcomes) > 1:
@@ -907,6 +943,8 @@ def _show(outcomes: Sequence[Outcome]) -> None:
         _print(table([outcome.record for outcome in outcomes]))
     for outcome in outcomes:
         _print(f"record   {outcome.evaluation.record_path}\nfigures  {outcome.evaluation.figures}")
+        if preset in PROTOCOLS:
+            _print(remark(outcome.record, str(preset)))
 
 
 def _print(what: Any) -> None:

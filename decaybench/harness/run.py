@@ -19,6 +19,7 @@ from decaybench.harness.evaluation import Evaluated, evaluate
 from decaybench.harness.model_info import model_info
 from decaybench.harness.plots import draw_evaluation, draw_timescales
 from decaybench.harness.progress import Progress
+from decaybench.harness.protocols import decided
 from decaybench.harness.spectra import Spectrum, model_spectrum
 from decaybench.harness.training import train
 from decaybench.models.checkpoints import Checkpoint, find_checkpoint
@@ -30,7 +31,6 @@ from decaybench.results.record import (
     TaskInfo,
     TrainingInfo,
     read_record,
-    seal,
 )
 from decaybench.results.run_folder import EvaluationFolder, RunFolder
 from decaybench.tasks.base import Cell
@@ -221,7 +221,7 @@ def _record(
             metric=task.metric,
             data_hash=found.data_hash,
         ),
-        "model": model_info(model, config.task.train_length),
+        "model": model_info(model, config.task.train_length, config.training.decayed if training else None),
         "training": training,
         "checkpoint": checkpoint_info(config.checkpoint, checkpoint) if checkpoint else None,
         "seed": config.seed,
@@ -237,9 +237,8 @@ def _record(
             evaluation_tokens_per_second=found.tokens / found.seconds if found.tokens and found.seconds else None,
             peak_memory_bytes=peak_memory(world.device),
         ),
-        "comparable_to": None,
     }
-    return seal({key: value for key, value in content.items() if value is not None or key == "comparable_to"})
+    return decided({key: value for key, value in content.items() if value is not None})
 
 
 def checkpoint_info(named: str | None, checkpoint: Checkpoint) -> CheckpointInfo:

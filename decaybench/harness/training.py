@@ -52,7 +52,7 @@ from decaybench.models.checkpoints import (
     write_checkpoint,
 )
 from decaybench.models.language_model import LanguageModel, build_model
-from decaybench.models.module import Treatment, treatments
+from decaybench.models.module import Decayed, Treatment, treatments
 from decaybench.results.record import StageInfo, TrainingInfo
 from decaybench.results.run_folder import RunFolder
 from decaybench.tasks.base import IGNORED, Batch, Shape, Stage, Task
@@ -131,14 +131,14 @@ def train(
     return model, _info(work, config, stages), work.seconds
 
 
-def parameter_groups(model: LanguageModel, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(model: LanguageModel, weight_decay: float, decayed: Decayed | None = None) -> list[dict[str, Any]]:
     """AdamW's groups, one for each treatment: those that take weight decay first. Frozen parameters are in none.
 
-    factor: the multiple of the learning rate at which a group learns.
+    factor: the multiple of the learning rate at which a group learns. decayed: as in `treatments`.
     """
     named = dict(model.named_parameters())
     groups: dict[Treatment, list[Tensor]] = {}
-    for name, treatment in treatments(model).items():
+    for name, treatment in treatments(model, decayed).items():
         groups.setdefault(treatment, []).append(named[name])
     ordered = sorted(groups, key=lambda treatment: (not treatment.decays, treatment.factor))
     return [
@@ -207,7 +207,7 @@ def _start(config: RunConfig, folder: RunFolder, device: str, backend: str, prog
         model.load_state_dict(found.tensors(MODEL_FILE))
     objective = world.shared(Objective(model), list(model.blocks), config.parallel)
     optimiser = torch.optim.AdamW(
-        optimiser_groups(parameter_groups(model, training.weight_decay)),
+        optimiser_groups(parameter_groups(model, training.weight_decay, training.decayed)),
         lr=training.learning_rate,
         betas=training.betas,
         eps=training.eps,

@@ -36,6 +36,7 @@ from decaybench.harness.evaluation import (
 )
 from decaybench.harness.model_info import parameter_counts, state_elements
 from decaybench.harness.plans import make_plan, samples_a_batch
+from decaybench.harness.protocols import PROTOCOLS, departures
 from decaybench.models.config import ModelConfig
 from decaybench.models.language_model import LanguageModel, build_model
 from decaybench.models.registry import architectures
@@ -91,8 +92,7 @@ def verify(record: Record, folder: EvaluationFolder | None = None) -> None:
             raise NotRecomputableError(f"{what} version {theirs}; here {ours}")
     if record.task.metric != metric:
         raise UserError(f"task {record.task.name} is scored by {metric}, not by {record.task.metric}")
-    if record.comparable_to is not None:
-        raise UserError(f"comparable_to is {record.comparable_to!r}, but nothing here checks that protocol")
+    _check_claim(record)
     try:
         if entry is None:
             _check_model(record, lm_eval_run.state_length(record))
@@ -101,6 +101,17 @@ def verify(record: Record, folder: EvaluationFolder | None = None) -> None:
             _recompute(record, entry, folder)
     except MissingDataError as error:
         raise NotRecomputableError(f"needs {error.needs}") from None
+
+
+def _check_claim(record: Record) -> None:
+    """That a record claims no protocol of which an item doesn't hold; it may claim less."""
+    claim = record.comparable_to
+    if claim is None:
+        return
+    if claim not in PROTOCOLS:
+        raise UserError(f"comparable_to is {claim!r}, and there is no such protocol: {', '.join(PROTOCOLS)}")
+    if found := departures(record, claim):
+        raise UserError(f"comparable_to is {claim!r}, but {found[0]}")
 
 
 def _recompute(record: Record, entry: TaskEntry, folder: EvaluationFolder | None) -> None:
@@ -258,7 +269,8 @@ def _check_model(record: Record, length: int) -> None:
         )
     backend = "torch" if "torch" in architecture.backends else said.backend
     model = build_model(config, device="meta", backend=backend)
-    _same({"model.parameters": (said.parameters.plain(), parameter_counts(model).plain())})
+    decayed = record.training.config.get("decayed") if record.training else None
+    _same({"model.parameters": (said.parameters.plain(), parameter_counts(model, decayed).plain())})
     state = _state_elements(model, length)
     if state is not None:
         _same({"model.state_elements": (said.state_elements, state)})
