@@ -21,6 +21,7 @@ from decaybench.harness.addons import ADDONS
 if TYPE_CHECKING:
     from decaybench.harness.config import RunConfig
     from decaybench.harness.prepared import Prepared
+    from decaybench.harness.progress import Progress
     from decaybench.harness.run import Outcome
 
 app = typer.Typer(
@@ -286,6 +287,19 @@ _add_task(
             help="Task mqar-noisy: each key bound several times, by sources of which some are unreliable; "
             "asked at 1x,2x,4x.",
         ),
+    ],
+    select=Annotated[
+        bool,
+        _option(
+            "--select",
+            panel=MODEL,
+            help="Train at each learning rate of the preset's grid, and choose one and an epoch on a validation set; "
+            "what a choice on the test would have reported stands beside it.",
+        ),
+    ],
+    learning_rates=Annotated[
+        str | None,
+        _option(panel=MODEL, shown="by preset", help="With --select: the grid of learning rates, 1e-3,3e-3."),
     ],
 )
 
@@ -613,6 +627,9 @@ def speed(
     long: Annotated[
         bool, typer.Option("--long", help="Also inputs of up to 1,000,000 tokens: memory, and time a token after.")
     ] = False,
+    generators: Annotated[
+        bool, typer.Option("--generators", help="In place of models: how fast tasks make samples, beside plain loops.")
+    ] = False,
     repeats: Annotated[int, typer.Option(help="Measurements of each, at least 6.", **_WHOLE)] = 12,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[
@@ -624,21 +641,27 @@ def speed(
 ) -> None:
     """Training, prefill and decode speed, peak memory, what add-ons cost, and other packages' beside it."""
     from decaybench.core.files import atomic_write_json, readable_json
+    from decaybench.harness.generators import GeneratorReport, measure_generators
     from decaybench.harness.progress import Progress
     from decaybench.harness.speed import measure_speed
+    from decaybench.harness.speed_report import SpeedReport
 
-    report = measure_speed(
-        model,
-        addons=addons,
-        shape=shape,
-        settings=settings or (),
-        peers=peers,
-        long=long,
-        repeats=repeats,
-        device=device,
-        threads=threads,
-        progress=Progress(quiet=quiet),
-    )
+    report: SpeedReport | GeneratorReport
+    if generators:
+        report = measure_generators(repeats=repeats, progress=Progress(quiet=quiet))
+    else:
+        report = measure_speed(
+            model,
+            addons=addons,
+            shape=shape,
+            settings=settings or (),
+            peers=peers,
+            long=long,
+            repeats=repeats,
+            device=device,
+            threads=threads,
+            progress=Progress(quiet=quiet),
+        )
     if json:
         _write(readable_json(report.plain()))
     else:
@@ -895,7 +918,13 @@ def _run_task(task: str, given: dict[str, Any]) -> None:
     if given["dry_run"]:
         _estimate(configs[0], given["json"])
         return
-    outcomes = carry_out_all(configs, force=given["force"], progress=Progress(quiet=given["quiet"]))
+    progress = Progress(quiet=given["quiet"])
+    if given.get("select"):
+        outcomes = _select(task, configs, given, progress)
+    elif given.get("learning_rates") is not None:
+        raise UserError("--learning-rates is for --select; one rate is --set training.learning_rate=1e-3")
+    else:
+        outcomes = carry_out_all(configs, force=given["force"], progress=progress)
     if not outcomes:  # another of the processes that share the run says it
         return
     if given["json"]:
@@ -903,6 +932,22 @@ def _run_task(task: str, given: dict[str, Any]) -> None:
         _write(records[0] if seeds is None else "[" + ",\n".join(records) + "]")
     else:
         _show(outcomes, given["preset"])
+
+
+def _select(task: str, configs: Sequence[RunConfig], given: dict[str, Any], progress: Progress) -> list[Outcome]:
+    from decaybench.harness.presets import learning_rates
+    from decaybench.harness.selection import select
+
+    said = given["learning_rates"]
+    rates = learning_rates(
+        task,
+        configs[0].model.name,
+        preset=given["preset"],
+        file=given["config"],
+        settings=given["settings"] or (),
+        named=None if said is None else [_decimal("--learning-rates", part) for part in said.split(",")],
+    )
+    return [select(config, rates, force=given["force"], progress=progress) for config in configs]
 
 
 def _estimate(config: RunConfig, json: bool) -> None:
@@ -932,11 +977,22 @@ def _integer(flag: str, text: str) -> int:
         raise UserError(f"{flag}: {text.strip()!r} is not a whole number; write 0,1,2") from None
 
 
+def _decimal(flag: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{flag}: {text.strip()!r} is not a number; write 1e-3,3e-3") from None
+
+
 def _show(outcomes: Sequence[Outcome], preset: str | None) -> None:
     from decaybench.harness.protocols import PROTOCOLS, remark
 
     for outcome in outcomes:
         _print(outcome.record)
+        if outcome.record.selection is not None:
+            from decaybench.results.selection import selection_table
+
+            _print(selection_table(outcome.record))
     if len(outcomes) > 1:
         from decaybench.results.leaderboard import table
 

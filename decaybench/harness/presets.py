@@ -48,9 +48,13 @@ class Preset:
         """Whether it says how a model is trained, not only what one is asked."""
         return bool(self.models)
 
+    def grid(self, model: str) -> tuple[float, ...]:
+        """The learning rates that an architecture's is chosen from; empty: none are named."""
+        return self.learning_rates.get(model) or self.learning_rates.get("*") or ()
+
     def learning_rate(self, model: str) -> float | None:
         """The middle of the grid (the upper one of two); None: the preset has no grid."""
-        grid = self.learning_rates.get(model) or self.learning_rates.get("*")
+        grid = self.grid(model)
         return grid[len(grid) // 2] if grid else None
 
 
@@ -394,6 +398,31 @@ def configure(
         if f"evaluation.{name}" in given:
             raise UserError(f"evaluation.{name} would be ignored: {reason}")
     return configs
+
+
+def learning_rates(
+    task: str,
+    model: str,
+    *,
+    preset: str | None = None,
+    file: Path | None = None,
+    settings: Iterable[str] = (),
+    named: Sequence[float] | None = None,
+) -> tuple[float, ...]:
+    """The grid of a selection: those named, else the preset's for this architecture; the rest as for `configure`.
+
+    Raises UserError where one rate is set beside it, or there is no grid.
+    """
+    said = apply_settings({} if file is None else read_yaml(file), settings)
+    if _said([said], "training", "learning_rate") is not None:
+        raise UserError(
+            "--select chooses training.learning_rate, which is set: leave it out, and name the grid by --learning-rates"
+        )
+    if named is not None:
+        return tuple(named)
+    if file is not None and preset is None:
+        raise UserError("--select: a file has no grid of learning rates; name them by --learning-rates 1e-3,3e-3")
+    return get_preset(task, preset or default_preset(task)).grid(model)
 
 
 # What else is of no use where nothing is trained.

@@ -313,8 +313,7 @@ def _free(key: str, protocol: Protocol, model: str) -> bool:
 
 
 def _choices(protocol: Protocol, model: str) -> dict[str, tuple[float, ...]]:
-    rates = get_preset(protocol.task, protocol.name).learning_rates
-    return {**protocol.choices, "training.learning_rate": rates.get(model, rates.get("*", ()))}
+    return {**protocol.choices, "training.learning_rate": get_preset(protocol.task, protocol.name).grid(model)}
 
 
 def _all_decay(model: LanguageModel) -> dict[str, Treatment]:

@@ -28,6 +28,7 @@ from decaybench.results.record import (
     CheckpointInfo,
     Cost,
     Record,
+    SelectionInfo,
     TaskInfo,
     TrainingInfo,
     read_record,
@@ -107,7 +108,7 @@ def _carry_out(config: RunConfig, force: bool, progress: Progress, world: World)
             progress.say(f"already done: {evaluation.record_path}")
             return Outcome(kept_record(evaluation), folder, evaluation)
         if world.first:
-            _keep_config(config, folder)
+            keep_config(config, folder)
             evaluation.write_paths({key: value for key in config.task.paths if (value := getattr(config.task, key))})
         progress.say(f"{config.task.name} {config.model.cell} on {device}; backend {backend} ({why}); {folder.path}")
         for remark in [*task.remarks(cells), *_much(config, cells)]:
@@ -124,10 +125,9 @@ def _carry_out(config: RunConfig, force: bool, progress: Progress, world: World)
         )
         record = None
         if world.first:
-            spectrum = model_spectrum(model, config.seed, train_length)
-            record = _record(config, model, training, checkpoint, found, spectrum, world, seconds)
-            _draw(record, spectrum, evaluation.figures)
-            evaluation.write_record(record)
+            record = write_outcome(
+                config, model, found, evaluation, world, training=training, checkpoint=checkpoint, train_seconds=seconds
+            )
         record = world.tell(record)
         assert record is not None
     return Outcome(record, folder, evaluation)
@@ -178,7 +178,7 @@ def _much(config: RunConfig, cells: Sequence[Cell]) -> list[str]:
     ]
 
 
-def _keep_config(config: RunConfig, folder: RunFolder) -> None:
+def keep_config(config: RunConfig, folder: RunFolder) -> None:
     """Write the run's configuration, or check that the folder's is the same run's."""
     if not folder.config_path.exists():
         folder.write_config(config.plain())
@@ -200,6 +200,29 @@ def kept_record(evaluation: EvaluationFolder) -> Record:
         raise UserError(f"{error}; delete it, and the same command makes it again from its samples") from None
 
 
+def write_outcome(
+    config: RunConfig,
+    model: LanguageModel,
+    found: Evaluated,
+    folder: EvaluationFolder,
+    world: World,
+    *,
+    training: TrainingInfo | None = None,
+    checkpoint: Checkpoint | None = None,
+    train_seconds: float | None = None,
+    selection: SelectionInfo | None = None,
+    selection_seconds: float | None = None,
+) -> Record:
+    """Draw what an evaluation found, and write its record; training or checkpoint says where `model` is from."""
+    train_length = checkpoint.train_length if checkpoint else config.task.train_length
+    spectrum = model_spectrum(model, config.seed, train_length)
+    chosen = (selection, selection_seconds)
+    record = _record(config, model, training, checkpoint, found, spectrum, world, train_seconds, *chosen)
+    _draw(record, spectrum, folder.figures)
+    folder.write_record(record)
+    return record
+
+
 def _record(
     config: RunConfig,
     model: LanguageModel,
@@ -209,6 +232,8 @@ def _record(
     spectrum: Spectrum,
     world: World,
     train_seconds: float | None,
+    selection: SelectionInfo | None,
+    selection_seconds: float | None,
 ) -> Record:
     task = make_task(config.task)
     content = {
@@ -226,12 +251,14 @@ def _record(
         "checkpoint": checkpoint_info(config.checkpoint, checkpoint) if checkpoint else None,
         "seed": config.seed,
         "cells": found.cells,
+        "selection": selection,
         "spectrum": spectrum.info(),
         "environment": environment(world.device, config.training.dtype, config.batch_tokens).model_copy(
             update={"processes": world.size if world.size > 1 else None}
         ),
         "cost": Cost(
             train_seconds=train_seconds,
+            selection_seconds=selection_seconds,
             evaluation_seconds=found.seconds,
             train_tokens_per_second=training.tokens / train_seconds if training and train_seconds else None,
             evaluation_tokens_per_second=found.tokens / found.seconds if found.tokens and found.seconds else None,

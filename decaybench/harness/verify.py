@@ -37,6 +37,7 @@ from decaybench.harness.evaluation import (
 from decaybench.harness.model_info import parameter_counts, state_elements
 from decaybench.harness.plans import make_plan, samples_a_batch
 from decaybench.harness.protocols import PROTOCOLS, departures
+from decaybench.harness.verify_selection import verify_selection
 from decaybench.models.config import ModelConfig
 from decaybench.models.language_model import LanguageModel, build_model
 from decaybench.models.registry import architectures
@@ -138,6 +139,7 @@ def _recompute(record: Record, entry: TaskEntry, folder: EvaluationFolder | None
         hashes.append((cell.name, digest.hexdigest()))
     if data_hash(hashes) != record.task.data_hash:
         raise UserError(f"task {record.task.name}: data_hash is not that of the task's samples")
+    verify_selection(record, task, evaluation, folder)
 
 
 def add_to_leaderboard(file: Path, runs: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
@@ -210,6 +212,8 @@ def _check_origin(record: Record, task: Task[Any, Any, Any]) -> None:
     if longest is not None and record.train_length is not None and longest > record.train_length:
         raise UserError(f"longest_trained is {longest}, longer than train_length={record.train_length}")
     if record.training is None:
+        if record.selection is not None:
+            raise UserError("selection: the record has no training")
         return
     _check_training(record, record.training, task)
 
@@ -234,7 +238,7 @@ def _check_training(record: Record, training: TrainingInfo, task: Task[Any, Any,
     counted = [(stage.shape.length, stage, said.batches) for stage, said in zip(stages, training.stages, strict=True)]
     _same(
         {
-            "training.steps": (training.steps, make_plan(stages, config, training.seed).total_steps),
+            "training.steps": (training.steps, _steps(record, make_plan(stages, config, training.seed).total_steps)),
             "the sum of training.stages.*.batches": (sum(batches for *_, batches in counted), training.steps),
             "training.longest_trained": (
                 training.longest_trained,
@@ -247,6 +251,11 @@ def _check_training(record: Record, training: TrainingInfo, task: Task[Any, Any,
     exact = config.plan == "mastery" and not task.pads
     if training.tokens > most or (exact and training.tokens < most):
         raise UserError(f"training.tokens is {training.tokens}, but its stages' batches have {most}")
+
+
+def _steps(record: Record, total: int) -> int:
+    """The steps that a training has: all of its plan's, or until the point that a selection chose (`_recompute`)."""
+    return total if record.selection is None else record.selection.chosen.step
 
 
 def _check_model(record: Record, length: int) -> None:

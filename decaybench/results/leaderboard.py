@@ -212,6 +212,9 @@ def settings_of(record: Record) -> dict[str, Any]:
     }
     if record.training:
         chosen["training"] = _without(record.training.config, "seed")
+    if record.training and record.selection:  # the rate is a result; what it was chosen from is a setting
+        grid = {"learning_rates": list(record.selection.learning_rates), "every": record.selection.every}
+        chosen["training"] = {**_without(record.training.config, "seed", "learning_rate"), "selected": grid}
     if record.checkpoint:
         chosen["checkpoint"] = record.checkpoint.sha256
         if noise := label_noise(record):
