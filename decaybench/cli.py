@@ -21,6 +21,7 @@ from decaybench.harness.addons import ADDONS
 if TYPE_CHECKING:
     from decaybench.harness.config import RunConfig
     from decaybench.harness.prepared import Prepared
+    from decaybench.harness.progress import Progress
     from decaybench.harness.run import Outcome
 
 app = typer.Typer(
@@ -133,6 +134,9 @@ _FLAGS: dict[str, Any] = {
     ],
     "json": Json,
     "quiet": Annotated[bool, _option("--quiet", panel=RUNNING, help="No progress on stderr.")],
+    "dry_run": Annotated[
+        bool, _option("--dry-run", panel=RUNNING, help="Say what training would take, memory for one, and do nothing.")
+    ],
 }
 # The setting that a flag gives.
 _KEYS = {
@@ -284,6 +288,19 @@ _add_task(
             "asked at 1x,2x,4x.",
         ),
     ],
+    select=Annotated[
+        bool,
+        _option(
+            "--select",
+            panel=MODEL,
+            help="Train at each learning rate of the preset's grid, and choose one and an epoch on a validation set; "
+            "what a choice on the test would have reported stands beside it.",
+        ),
+    ],
+    learning_rates=Annotated[
+        str | None,
+        _option(panel=MODEL, shown="by preset", help="With --select: the grid of learning rates, 1e-3,3e-3."),
+    ],
 )
 
 _add_task(
@@ -357,7 +374,6 @@ _add_task(
             help="Whether positions and state start anew with each document, or run on, as in PoST's paper.",
         ),
     ],
-    dry_run=Annotated[bool, _option("--dry-run", panel=RUNNING, help="Say what training would take, and do nothing.")],
 )
 
 
@@ -661,6 +677,9 @@ def speed(
     long: Annotated[
         bool, typer.Option("--long", help="Also inputs of up to 1,000,000 tokens: memory, and time a token after.")
     ] = False,
+    generators: Annotated[
+        bool, typer.Option("--generators", help="In place of models: how fast tasks make samples, beside plain loops.")
+    ] = False,
     repeats: Annotated[int, typer.Option(help="Measurements of each, at least 6.", **_WHOLE)] = 12,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[
@@ -672,21 +691,27 @@ def speed(
 ) -> None:
     """Training, prefill and decode speed, peak memory, what add-ons cost, and other packages' beside it."""
     from decaybench.core.files import atomic_write_json, readable_json
+    from decaybench.harness.generators import GeneratorReport, measure_generators
     from decaybench.harness.progress import Progress
     from decaybench.harness.speed import measure_speed
+    from decaybench.harness.speed_report import SpeedReport
 
-    report = measure_speed(
-        model,
-        addons=addons,
-        shape=shape,
-        settings=settings or (),
-        peers=peers,
-        long=long,
-        repeats=repeats,
-        device=device,
-        threads=threads,
-        progress=Progress(quiet=quiet),
-    )
+    report: SpeedReport | GeneratorReport
+    if generators:
+        report = measure_generators(repeats=repeats, progress=Progress(quiet=quiet))
+    else:
+        report = measure_speed(
+            model,
+            addons=addons,
+            shape=shape,
+            settings=settings or (),
+            peers=peers,
+            long=long,
+            repeats=repeats,
+            device=device,
+            threads=threads,
+            progress=Progress(quiet=quiet),
+        )
     if json:
         _write(readable_json(report.plain()))
     else:
@@ -721,6 +746,38 @@ def list_(
     else:
         for table in tables(entries):
             _print(table)
+
+
+@app.command()
+def protocol(
+    name: Annotated[str | None, typer.Argument(help="A protocol; none: which there are.", show_default=False)] = None,
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Finished runs, or their records.", metavar="[RUN]...")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Architecture.", show_default="the protocol's first")] = None,
+    json: Json = False,
+) -> None:
+    """Published protocols: what each demands, and in which items a run departs from one."""
+    from decaybench.core.files import readable_json
+    from decaybench.harness.catalogue import tables
+    from decaybench.harness.protocols import departures_of, listed
+
+    if name is not None and runs:
+        found = departures_of(runs, name)
+        if json:
+            _write(readable_json(found))
+            return
+        for record, items in found.items():
+            _print(f"{record}: " + (f"departs from {name} in" if items else f"comparable to {name}"))
+            for item in items:
+                _print(f"  {item}")
+        return
+    entries = listed(name, model)
+    if json:
+        _write(readable_json(entries))
+        return
+    for table in tables(entries):
+        _print(table)
 
 
 @board.command("add")
@@ -894,19 +951,41 @@ def _run_task(task: str, given: dict[str, Any]) -> None:
         flags=flags,
         settings=given["settings"] or (),
         seeds=None if seeds is None else [_integer("--seeds", part) for part in seeds.split(",")],
-        without_data=given.get("dry_run", False),
+        without_data=given["dry_run"],
     )
-    if given.get("dry_run"):
+    if given["dry_run"]:
         _estimate(configs[0], given["json"])
         return
-    outcomes = carry_out_all(configs, force=given["force"], progress=Progress(quiet=given["quiet"]))
+    progress = Progress(quiet=given["quiet"])
+    if given.get("select"):
+        outcomes = _select(task, configs, given, progress)
+    elif given.get("learning_rates") is not None:
+        raise UserError("--learning-rates is for --select; one rate is --set training.learning_rate=1e-3")
+    else:
+        outcomes = carry_out_all(configs, force=given["force"], progress=progress)
     if not outcomes:  # another of the processes that share the run says it
         return
     if given["json"]:
         records = [outcome.record.to_json().strip() for outcome in outcomes]
         _write(records[0] if seeds is None else "[" + ",\n".join(records) + "]")
     else:
-        _show(outcomes)
+        _show(outcomes, given["preset"])
+
+
+def _select(task: str, configs: Sequence[RunConfig], given: dict[str, Any], progress: Progress) -> list[Outcome]:
+    from decaybench.harness.presets import learning_rates
+    from decaybench.harness.selection import select
+
+    said = given["learning_rates"]
+    rates = learning_rates(
+        task,
+        configs[0].model.name,
+        preset=given["preset"],
+        file=given["config"],
+        settings=given["settings"] or (),
+        named=None if said is None else [_decimal("--learning-rates", part) for part in said.split(",")],
+    )
+    return [select(config, rates, force=given["force"], progress=progress) for config in configs]
 
 
 def _estimate(config: RunConfig, json: bool) -> None:
@@ -936,15 +1015,30 @@ def _integer(flag: str, text: str) -> int:
         raise UserError(f"{flag}: {text.strip()!r} is not a whole number; write 0,1,2") from None
 
 
-def _show(outcomes: Sequence[Outcome]) -> None:
+def _decimal(flag: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{flag}: {text.strip()!r} is not a number; write 1e-3,3e-3") from None
+
+
+def _show(outcomes: Sequence[Outcome], preset: str | None) -> None:
+    from decaybench.harness.protocols import PROTOCOLS, remark
+
     for outcome in outcomes:
         _print(outcome.record)
+        if outcome.record.selection is not None:
+            from decaybench.results.selection import selection_table
+
+            _print(selection_table(outcome.record))
     if len(outcomes) > 1:
         from decaybench.results.leaderboard import table
 
         _print(table([outcome.record for outcome in outcomes]))
     for outcome in outcomes:
         _print(f"record   {outcome.evaluation.record_path}\nfigures  {outcome.evaluation.figures}")
+        if preset in PROTOCOLS:
+            _print(remark(outcome.record, str(preset)))
 
 
 def _print(what: Any) -> None:

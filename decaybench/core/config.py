@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from pydantic_core import ErrorDetails
 
 from decaybench.core.errors import UserError
+from decaybench.core.hashing import without_absent
 from decaybench.core.names import nearest
 
 
@@ -121,6 +122,14 @@ def nested(path: list[str], value: Any) -> dict[str, Any]:
         value = {part: value}
     assert isinstance(value, dict)
     return value
+
+
+def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """By dotted key. None is absent, so that an option which is new since something was made changes nothing in it."""
+    found: dict[str, Any] = {}
+    for key, value in without_absent(dict(content)).items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
+    return found
 
 
 def _number(value: Any) -> Any:

@@ -48,7 +48,7 @@ def catalogue() -> Catalogue:
                 "task": task,
                 "name": name,
                 "what": preset.description,
-                "models": ", ".join(preset.models),
+                "models": ", ".join(preset.models) or "any, by --checkpoint",
             }
             for task, presets in PRESETS.items()
             for name, preset in presets.items()

@@ -16,6 +16,7 @@ from decaybench.core.hashing import digest, without_absent
 from decaybench.harness.plans import make_plan
 from decaybench.models.config import ModelConfig
 from decaybench.models.language_model import build_model
+from decaybench.models.module import Decayed
 from decaybench.results.run_folder import RunFolder
 from decaybench.tasks.base import Cell, EvaluationConfig, Task, TaskConfig
 from decaybench.tasks.registry import get_task, make_task
@@ -65,6 +66,11 @@ class TrainingConfig(Config):
     warmup: int = Field(default=30, ge=0, description="steps of linear warm-up")
     hold: float = Field(default=0.6, ge=0, le=1, description="share of steps before the cosine, schedule hold only")
     weight_decay: float = Field(default=0.1, ge=0, description="AdamW's, on weights of two or more dimensions")
+    decayed: Decayed | None = Field(
+        default=None,
+        description="what takes weight decay; none: weights of two or more dimensions, but those that an "
+        "architecture's own training leaves out; matrices: those too; all: every parameter, norms and decays too",
+    )
     betas: tuple[Factor, Factor] = Field(default=(0.9, 0.95), description="AdamW's averaging factors")
     eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon")
     clip: float | None = Field(default=1.0, gt=0, description="largest gradient norm; none: no limit")

@@ -2,14 +2,18 @@
 
 Counted on PyTorch's meta device, where tensors have shapes and no values: the matrix products of one sequence, forwards
 and backwards, and what the backward pass keeps of it. Blocks are alike, so two and three of them are counted and the
-rest is a straight line. Weights, gradients and AdamW's two averages are float32, 16 bytes a parameter in all.
+rest is a straight line. The head is applied where labels are. Weights, gradients and AdamW's two averages are float32,
+16 bytes a parameter in all. A curriculum by mastery is counted as if all of it were at its longest.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -19,9 +23,10 @@ from decaybench.core.errors import UserError
 from decaybench.harness.config import RunConfig
 from decaybench.harness.distributed import expected_processes
 from decaybench.harness.model_info import parameter_counts
-from decaybench.harness.plans import make_plan, samples_a_batch
+from decaybench.harness.plans import Plan, make_plan, samples_a_batch
 from decaybench.models.config import ModelConfig
 from decaybench.models.language_model import LOGITS_AT_ONCE, build_model
+from decaybench.tasks.base import Stage
 from decaybench.tasks.registry import make_task
 
 if TYPE_CHECKING:
@@ -35,10 +40,11 @@ _FLOAT32 = 4
 class Estimate:
     """Of one run. Bytes are of one process; what can't be counted is None.
 
-    parameters: trainable; embedding: of these, in the embedding and an untied head. part_tokens: that a process
-    computes at once. flops: of the matrix products of all steps, two for a multiplication and its addition.
-    state_bytes: weights, gradients and averages. activation_bytes: what the backward pass keeps of a part of a batch,
-    all of it in float32 (with bfloat16 it is less). logit_bytes: logits, their softmax and its gradient.
+    parameters: trainable; embedding: of these, in the embedding and an untied head. batch_tokens: of a step, at most;
+    part_tokens: that a process computes at once, at most. flops: of the matrix products of all steps, two for a
+    multiplication and its addition. state_bytes: weights, gradients and averages. activation_bytes: what the backward
+    pass keeps of a part of a batch, all of it in float32 (with bfloat16 it is less). logit_bytes: logits, their softmax
+    and its gradient.
     """
 
     cell: str
@@ -53,6 +59,7 @@ class Estimate:
     state_bytes: int
     activation_bytes: int | None
     logit_bytes: int
+    several_lengths: bool = False
 
     @property
     def memory_bytes(self) -> int | None:
@@ -66,6 +73,7 @@ class Estimate:
     def __rich__(self) -> Table:
         from rich.table import Table
 
+        most = f"up to {self.batch_tokens:,}" if self.several_lengths else f"{self.batch_tokens:,}"
         each = f", {self.processes} processes" if self.processes > 1 else ""
         table = Table(title=f"{self.cell}: what training would take{each}", title_justify="left", show_header=False)
         unknown = "not known: its mixer can't be counted without values"
@@ -81,7 +89,7 @@ class Estimate:
             )
         rows = {
             "parameters": f"{self.parameters:,}, of which {self.embedding:,} in embedding and head",
-            "steps": f"{self.steps:,} of {self.batch_tokens:,} tokens; a process computes {self.part_tokens:,} at once",
+            "steps": f"{self.steps:,} of {most} tokens; a process computes {self.part_tokens:,} at once",
             "tokens": f"{self.tokens:,}, {self.tokens / self.parameters:.1f} a parameter",
             "arithmetic": flops,
             "memory" if self.processes == 1 else "memory of each": memory,
@@ -98,28 +106,77 @@ def estimate(config: RunConfig) -> Estimate:
     processes, stages = expected_processes(), make_task(config.task).stages()
     longest = max(stages, key=lambda stage: stage.shape.length)
     length, samples = longest.shape.length, samples_a_batch(longest, config.training)
+    several = len({stage.shape.length for stage in stages}) > 1
     rows = -(-samples // processes)
     if config.micro_batch_tokens is not None:
         rows = min(rows, max(1, config.micro_batch_tokens // length))
-    steps = make_plan(stages, config.training, config.seed).total_steps
+    plan = make_plan(stages, config.training, config.seed)
+    counts_by_stage = _sequences(plan, stages, config)
+    asked = _asked(config, stages)
     model = build_model(config.model, device="meta")
     counts, stored = parameter_counts(model), sum(weight.numel() for weight in model.parameters())
     shards = processes if config.parallel == "fsdp" else 1
-    flops, kept = _counted(config.model, length, config.recompute) or (None, None)
+    lengths = {stages[number].shape.length for number in counts_by_stage} | {length}
+    counted = {size: _counted(config.model, size, config.recompute) for size in lengths}
+    flops = _flops(config, stages, counts_by_stage, asked, counted)
+    kept = None if (found := counted[length]) is None else found[1]
     return Estimate(
         cell=config.model.cell,
         parameters=counts.trainable,
         embedding=counts.embedding,
-        steps=steps,
-        tokens=steps * samples * length,
+        steps=plan.total_steps,
+        tokens=sum(n * stages[number].shape.length for number, n in counts_by_stage.items()),
         batch_tokens=samples * length,
         part_tokens=rows * length,
         processes=processes,
-        flops=None if flops is None else flops * steps * samples,
+        flops=flops,
         state_bytes=_BYTES_A_PARAMETER * stored // shards,
         activation_bytes=None if kept is None else kept * rows,
-        logit_bytes=3 * _FLOAT32 * min(LOGITS_AT_ONCE, rows * length * config.model.vocab_size),
+        logit_bytes=3 * _FLOAT32 * min(LOGITS_AT_ONCE, rows * max(asked) * config.model.vocab_size),
+        several_lengths=several,
     )
+
+
+def _sequences(plan: Plan, stages: Sequence[Stage], config: RunConfig) -> dict[int, int]:
+    """How many sequences of each stage are trained on; where that isn't known beforehand, of the longest alone."""
+    if plan.steps_by_epoch is None:
+        longest = max(range(len(stages)), key=lambda number: stages[number].shape.length)
+        return {longest: plan.total_steps * samples_a_batch(stages[longest], config.training)}
+    epochs, rest = divmod(plan.total_steps, plan.steps_by_epoch)
+    found: Counter[int] = Counter()
+    for step in range(plan.steps_by_epoch if epochs else 0):
+        number, indices = plan.next(step)
+        found[number] += epochs * len(indices)
+    for step in range(plan.total_steps - rest, plan.total_steps):
+        number, indices = plan.next(step)
+        found[number] += len(indices)
+    return dict(found)
+
+
+def _asked(config: RunConfig, stages: Sequence[Stage]) -> list[int]:
+    """Labels of a sequence of each stage, those of its first sample; of text all tokens, and its data aren't read."""
+    task = make_task(config.task)
+    if task.running_text:
+        return [stage.shape.length for stage in stages]
+    first = np.zeros(1, dtype=np.int64)
+    return [int(task.batch(stage.shape, "train", config.seed, first).asked.sum()) for stage in stages]
+
+
+def _flops(
+    config: RunConfig,
+    stages: Sequence[Stage],
+    sequences: Mapping[int, int],
+    asked: Sequence[int],
+    counted: Mapping[int, tuple[float, int] | None],
+) -> float | None:
+    """counted: by length what `_counted` gives, with the head everywhere. The head takes 6 a weight and label."""
+    head, total = 6 * config.model.vocab_size * config.model.d_model, 0.0
+    for number, n in sequences.items():
+        length = stages[number].shape.length
+        if (found := counted[length]) is None:
+            return None
+        total += n * (found[0] - head * (length - asked[number]))
+    return total
 
 
 def _counted(config: ModelConfig, length: int, recompute: bool) -> tuple[float, int] | None:

@@ -38,7 +38,7 @@ from decaybench.results.record import (
 )
 from decaybench.results.run_folder import EvaluationFolder, PositionSums, SampleLine
 from decaybench.results.statistics import cell_statistics
-from decaybench.tasks.base import IGNORED, Batch, Cell, Task
+from decaybench.tasks.base import IGNORED, Batch, Cell, Split, Task
 from decaybench.tasks.registry import make_task
 
 _PIECE = 4096  # tokens of a sample that are read at once; longer samples pass through the state
@@ -105,22 +105,41 @@ def evaluate(
 
     train_length: the model's own, tokens; None: not known. world: the processes that share the batches.
     """
+    cells = evaluation_cells(make_task(config.task), config.evaluation, train_length)
+    return ask(model, config, cells, folder, train_length=train_length, device=device, progress=progress, world=world)
+
+
+def ask(
+    model: LanguageModel,
+    config: RunConfig,
+    cells: Sequence[Cell],
+    folder: EvaluationFolder,
+    *,
+    split: Split = "test",
+    seed: int | None = None,
+    train_length: int | None,
+    device: str,
+    progress: Progress,
+    world: World = ALONE,
+) -> Evaluated:
+    """`evaluate` with these cells; split, seed: whose samples, None: with the evaluation's seed."""
     task = make_task(config.task)
-    cells = evaluation_cells(task, config.evaluation, train_length)
     samples = config.evaluation.samples
+    own = (split, config.evaluation.seed if seed is None else seed)
+    what = "evaluation" if split == "test" else split
     results, hashes, tokens, began = [], [], 0, time.monotonic()
     model.eval()
-    with Stop() as stop, progress.bar("evaluation", samples * len(cells), 0) as show:
+    with Stop() as stop, progress.bar(what, samples * len(cells), 0) as show:
         for place, cell in enumerate(cells):
-            work = _CellWork(task, cell, config, folder, progress, world)
+            work = _CellWork(task, cell, config, own, folder, progress, world)
             for starts in work.rounds():
                 todo = world.tell(work.prepare(starts) if world.first else [])
-                own = todo[world.rank : world.rank + 1]  # a round has a batch for each process
+                mine = todo[world.rank : world.rank + 1]  # a round has a batch for each process
                 with matmul_dtype(config.training.dtype, device):
-                    done = [work.answer(model, start, device) for start in own]
+                    done = [work.answer(model, start, device) for start in mine]
                 if todo:
                     work.keep([lines for found in world.gather(done) for lines in found])
-                    stop.raise_if_wanted(f"evaluation stopped in cell {cell.name}", world.sums(stop.wanted) != [0])
+                    stop.raise_if_wanted(f"{what} stopped in cell {cell.name}", world.sums(stop.wanted) != [0])
                 show(place * samples + min(samples, starts[-1] + work.size), cell.name)
             if world.first:
                 results.append(cell_result(task, cell, work.lines, train_length, work.asked))
@@ -141,16 +160,19 @@ class _CellWork:
         task: Task[Any, Any, Any],
         cell: Cell,
         config: RunConfig,
+        own: tuple[Split, int],
         folder: EvaluationFolder,
         progress: Progress,
         world: World,
     ) -> None:
+        """own: split and seed of the samples."""
         self.size = max(1, config.batch_tokens // cell.shape.length)
         self.lines: list[SampleLine] = []
         self.asked: list[Question] = []
         self.digest = hashlib.sha256()
         self.tokens = 0
         self._task, self._cell, self._evaluation, self._processes = task, cell, config.evaluation, world.size
+        self._split, self._seed = own
         self._log, self._progress = folder.samples(cell.name), progress
         self._batches: dict[int, tuple[Batch, list[Question]]] = {}
         if world.first:
@@ -200,8 +222,8 @@ class _CellWork:
 
     def _made(self, start: int) -> tuple[Batch, list[Question]]:
         indices = np.arange(start, min(start + self.size, self._evaluation.samples))
-        batch = self._task.batch(self._cell.shape, "test", self._evaluation.seed, indices)
-        return batch, questions(self._task, self._cell, self._evaluation.seed, batch, indices)
+        batch = self._task.batch(self._cell.shape, self._split, self._seed, indices)
+        return batch, questions(self._task, self._cell, self._seed, batch, indices, self._split)
 
 
 def predict(
@@ -271,10 +293,15 @@ def _read(model: LanguageModel, batch: Batch, device: str, likelihood: bool, pie
 
 
 def questions(
-    task: Task[Any, Any, Any], cell: Cell, seed: int, batch: Batch, indices: NDArray[np.int64]
+    task: Task[Any, Any, Any],
+    cell: Cell,
+    seed: int,
+    batch: Batch,
+    indices: NDArray[np.int64],
+    split: Split = "test",
 ) -> list[Question]:
     """What is known of a batch's samples without a model: ids, right answers, distances, what simple rules answer."""
-    ids = task.sample_ids(cell.shape, "test", seed, indices)
+    ids = task.sample_ids(cell.shape, split, seed, indices)
     depths = batch.details.get("depth")
     references = task.references(batch)
     lengths = batch.lengths.tolist()

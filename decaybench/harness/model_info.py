@@ -5,28 +5,28 @@ from __future__ import annotations
 import torch
 
 from decaybench.models.language_model import LanguageModel
-from decaybench.models.module import treatments
+from decaybench.models.module import Decayed, treatments
 from decaybench.results.record import ModelInfo, ParameterCounts
 
 
-def model_info(model: LanguageModel, length: int) -> ModelInfo:
-    """A model's part of a record; its state is counted after `length` tokens."""
+def model_info(model: LanguageModel, length: int, decayed: Decayed | None = None) -> ModelInfo:
+    """A model's part of a record; its state is counted after `length` tokens. decayed: as in `treatments`."""
     config = model.config
     return ModelInfo(
         cell=config.cell,
         architecture=config.name,
         addons=config.addons,
         config=config.plain(),
-        parameters=parameter_counts(model),
+        parameters=parameter_counts(model, decayed),
         state_elements=state_elements(model, length),
         backend=model.backend,
     )
 
 
-def parameter_counts(model: LanguageModel) -> ParameterCounts:
+def parameter_counts(model: LanguageModel, decayed: Decayed | None = None) -> ParameterCounts:
     """The trainable parameters: in all, of embeddings and an untied head, and without weight decay."""
     sizes = {name: value.numel() for name, value in model.named_parameters() if value.requires_grad}
-    treated = treatments(model)
+    treated = treatments(model, decayed)
     return ParameterCounts(
         trainable=sum(sizes.values()),
         embedding=sum(size for name, size in sizes.items() if name.startswith(("embedding.", "head."))),

@@ -1,7 +1,8 @@
 """Named run configurations: `smoke` for two CPU cores, and the published protocols.
 
 Sources: Zoology (arXiv 2312.04927, its configurations of figure 2), Based (arXiv 2402.18668, figure 2), PoST (arXiv
-2604.07658 and its code). A protocol's learning rate is chosen from its grid; the preset starts with the middle one.
+2604.07658 and its code), RULER (arXiv 2404.06654). A protocol's learning rate is chosen from its grid; the preset
+starts with the middle one. `harness/protocols.py` decides whether a finished run is still the protocol's.
 """
 
 from __future__ import annotations
@@ -42,9 +43,18 @@ class Preset:
     others: dict[str, Any] | None = None
     training: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    @property
+    def trains(self) -> bool:
+        """Whether it says how a model is trained, not only what one is asked."""
+        return bool(self.models)
+
+    def grid(self, model: str) -> tuple[float, ...]:
+        """The learning rates that an architecture's is chosen from; empty: none are named."""
+        return self.learning_rates.get(model) or self.learning_rates.get("*") or ()
+
     def learning_rate(self, model: str) -> float | None:
         """The middle of the grid (the upper one of two); None: the preset has no grid."""
-        grid = self.learning_rates.get(model) or self.learning_rates.get("*")
+        grid = self.grid(model)
         return grid[len(grid) // 2] if grid else None
 
 
@@ -68,6 +78,22 @@ def _grid(low: float, high: float, n: int) -> tuple[float, ...]:
     return tuple(10 ** (low + (high - low) * i / (n - 1)) for i in range(n))
 
 
+# Zoology's blocks around mixers that bring none of their own: LayerNorms, dropout behind the embedding, and the norm of
+# the stream added where an FFN would be. Mamba-2's have RMSNorms and nothing else; all end in a LayerNorm.
+_ZOOLOGY_BLOCKS: dict[str, Any] = {"norm": "layernorm", "embedding_dropout": 0.1, "norm_branch": True}
+_MAMBA_BLOCKS: dict[str, Any] = {"final_norm": "layernorm"}
+# torch's AdamW as it comes, over all parameters alike, in float32.
+_ZOOLOGY_TRAINING: dict[str, Any] = {
+    "plan": "epochs",
+    "shuffle": True,
+    "schedule": "cosine-by-epoch",
+    "warmup": 0,
+    "betas": [0.9, 0.999],
+    "decayed": "all",
+    "clip": None,
+}
+
+
 def _stages(*sizes: tuple[int, int, int]) -> list[dict[str, Any]]:
     return [{"shape": {"length": T, "kv": kv}, "examples": examples} for T, examples, kv in sizes]
 
@@ -76,8 +102,9 @@ def _iclr24(length: int, kv: int, batch: int) -> Preset:
     return Preset(
         f"Zoology, figure 2 at T = {length}, kv = {kv}",
         {
-            "mamba2": {"d_model": 64, "n_layers": 2},
-            "attention": {"d_model": 64, "n_layers": 2, "mixer": {"n_heads": 1}},
+            # Two mixers stand where attention has one and the place of an FFN.
+            "mamba2": {"d_model": 64, "n_layers": 4, **_MAMBA_BLOCKS},
+            "attention": {"d_model": 64, "n_layers": 2, **_ZOOLOGY_BLOCKS, "mixer": {"n_heads": 1}},
         },
         {
             "task": {
@@ -86,16 +113,7 @@ def _iclr24(length: int, kv: int, batch: int) -> Preset:
                 "fill": "zero",
                 "stages": _stages((length, 100_000, kv)),
             },
-            "training": {
-                "plan": "epochs",
-                "epochs": 64,
-                "shuffle": True,
-                "batch_samples": batch,
-                "schedule": "cosine-by-epoch",
-                "warmup": 0,
-                "betas": [0.9, 0.999],
-                "clip": None,
-            },
+            "training": {**_ZOOLOGY_TRAINING, "epochs": 64, "batch_samples": batch},
             "evaluation": {"lengths": [str(length)], "samples": 3000, "pairs": [[length, kv]]},
         },
         {"*": _grid(-4, -2, 4)},
@@ -104,7 +122,10 @@ def _iclr24(length: int, kv: int, batch: int) -> Preset:
 
 _BASED = Preset(
     "Based, figure 2: one training set of five sizes, tested up to T = 1024, kv = 256",
-    {"mamba2": {"d_model": 64, "n_layers": 2, "mixer": {"d_state": 16}}, "attention": {"d_model": 64, "n_layers": 2}},
+    {
+        "mamba2": {"d_model": 64, "n_layers": 2, **_MAMBA_BLOCKS, "mixer": {"d_state": 16}},
+        "attention": {"d_model": 64, "n_layers": 2, **_ZOOLOGY_BLOCKS, "mixer": {"n_heads": 1}},
+    },
     {
         "task": {
             "train_length": 256,
@@ -114,16 +135,7 @@ _BASED = Preset(
                 (64, 100_000, 4), (128, 20_000, 8), (256, 20_000, 16), (256, 20_000, 32), (256, 20_000, 64)
             ),
         },
-        "training": {
-            "plan": "epochs",
-            "epochs": 32,
-            "shuffle": True,
-            "batch_samples": 256,
-            "schedule": "cosine-by-epoch",
-            "warmup": 0,
-            "betas": [0.9, 0.999],
-            "clip": None,
-        },
+        "training": {**_ZOOLOGY_TRAINING, "epochs": 32, "batch_samples": 256},
         "evaluation": {
             "samples": 1000,
             "pairs": [[64, 4], [64, 8], [64, 16], [128, 32], [256, 64], [512, 128], [1024, 256]],
@@ -136,19 +148,26 @@ _BASED = Preset(
 def _post(state: str, d_model: int, heads: int) -> Preset:
     blocks = {"d_model": d_model, "n_layers": 2}
     # The protocol's GDN, GLA and RetNet stand in other blocks than its Mamba-2 and RWKV-7.
-    dropped = {**blocks, "norm": "layernorm", "embedding_dropout": 0.1}
+    others = {**blocks, **_ZOOLOGY_BLOCKS}
+    head_dim = d_model // heads
+    # Its LoRA of RWKV-7 grows with the heads, RWKV-LM's doesn't.
+    ranks = {"decay_rank": 128, "rate_rank": 128, "value_rank": 64} if head_dim == 128 else {}
     linear = {"n_heads": heads, "expand_k": 1, "expand_v": 1, "conv_width": 4}
     return Preset(
         f"PoST's MQAR at {state} state elements: T = 512, kv to 128, tested at 512 to 4096",
         {
-            "mamba2": {**blocks, "mixer": {"d_state": d_model // (2 * heads), "headdim": 2 * d_model // heads}},
-            "rwkv7": {**blocks, "mixer": {"head_dim": d_model // heads}},
-            "gated_deltanet": {
-                **dropped,
-                "mixer": {"n_heads": heads, "head_dim": d_model // heads, "expand_v": 1, "output_gate": False},
+            "mamba2": {
+                **blocks,
+                **_MAMBA_BLOCKS,
+                "mixer": {"d_state": d_model // (2 * heads), "headdim": 2 * d_model // heads},
             },
-            "gla": {**dropped, "mixer": linear},
-            "retnet": {**dropped, "mixer": linear},
+            "rwkv7": {**blocks, "norm": "layernorm", "mixer": {"head_dim": head_dim, **ranks}},
+            "gated_deltanet": {
+                **others,
+                "mixer": {"n_heads": heads, "head_dim": head_dim, "expand_v": 1, "output_gate": False},
+            },
+            "gla": {**others, "mixer": linear},
+            "retnet": {**others, "mixer": linear},
         },
         {
             "task": {
@@ -163,8 +182,11 @@ def _post(state: str, d_model: int, heads: int) -> Preset:
                 "batch_tokens": 2**18,
                 "schedule": "linear-by-epoch",
                 "warmup": 0,
+                "betas": [0.9, 0.999],
+                "decayed": "matrices",
                 "dtype": "bfloat16",
             },
+            "micro_batch_tokens": 2**14,
             "evaluation": {"lengths": ["512", "1024", "2048", "4096"], "samples": 3000, "capacity_ratio": 4},
         },
         {"rwkv7": _grid(-4.5, -3.5, 3), "gated_deltanet": _grid(-3.5, -2.5, 3), "*": _grid(-3, -2, 3)},
@@ -251,7 +273,16 @@ PRESETS: dict[str, dict[str, Preset]] = {
             _SMOKE_OTHERS,
         ),
     },
-    "niah-text": {},  # for evaluation only
+    "niah-text": {  # for evaluation only
+        "ruler-niah": Preset(
+            "RULER's NIAH: 500 samples, its fit; its variants without essays, whose text no code can check",
+            {},
+            {
+                "task": {"fit": "ruler"},
+                "evaluation": {"samples": 500, "variants": ["single_1", "multikey_2", "multikey_3"]},
+            },
+        ),
+    },
     "text": {
         "micro": Preset(
             "a CPU, about an hour: 2M parameters, T = 1024, evaluated at 1x to 8x",
@@ -296,6 +327,11 @@ def preset_layer(task: str, name: str, model: str) -> dict[str, Any]:
     }
 
 
+def evaluates_only(task: str) -> bool:
+    """Whether nothing is trained on a task: its presets say what is asked of a checkpoint."""
+    return not any(preset.trains for preset in PRESETS[task].values())
+
+
 def default_preset(task: str) -> str:
     """The one for a machine without a GPU, the first of them."""
     return next(iter(PRESETS[task]))
@@ -338,9 +374,11 @@ def configure(
     if checkpoint is not None:
         in_file = [] if file is None else [key for key in layers[0] if key != "task"]
         keys = [*given, *(setting.partition("=")[0].strip() for setting in settings), *in_file]
-        _check_nothing_trained(keys, preset, seeds)
+        _check_nothing_trained(keys, None if evaluates_only(task) else preset, seeds)
         base = _checkpoint_layer(task, Path(str(checkpoint)))
-    elif not PRESETS[task]:
+        if preset is not None:
+            merge(base, {**get_preset(task, preset).run})
+    elif evaluates_only(task):
         raise UserError(
             f"`bench {get_task(task).command}` trains nothing: name a model by --checkpoint, a run of `bench pretrain` "
             "for example"
@@ -360,6 +398,31 @@ def configure(
         if f"evaluation.{name}" in given:
             raise UserError(f"evaluation.{name} would be ignored: {reason}")
     return configs
+
+
+def learning_rates(
+    task: str,
+    model: str,
+    *,
+    preset: str | None = None,
+    file: Path | None = None,
+    settings: Iterable[str] = (),
+    named: Sequence[float] | None = None,
+) -> tuple[float, ...]:
+    """The grid of a selection: those named, else the preset's for this architecture; the rest as for `configure`.
+
+    Raises UserError where one rate is set beside it, or there is no grid.
+    """
+    said = apply_settings({} if file is None else read_yaml(file), settings)
+    if _said([said], "training", "learning_rate") is not None:
+        raise UserError(
+            "--select chooses training.learning_rate, which is set: leave it out, and name the grid by --learning-rates"
+        )
+    if named is not None:
+        return tuple(named)
+    if file is not None and preset is None:
+        raise UserError("--select: a file has no grid of learning rates; name them by --learning-rates 1e-3,3e-3")
+    return get_preset(task, preset or default_preset(task)).grid(model)
 
 
 # What else is of no use where nothing is trained.

@@ -19,6 +19,7 @@ from decaybench.harness.evaluation import Evaluated, evaluate
 from decaybench.harness.model_info import model_info
 from decaybench.harness.plots import draw_evaluation, draw_timescales
 from decaybench.harness.progress import Progress
+from decaybench.harness.protocols import decided
 from decaybench.harness.spectra import Spectrum, model_spectrum
 from decaybench.harness.training import train
 from decaybench.models.checkpoints import Checkpoint, find_checkpoint
@@ -27,10 +28,10 @@ from decaybench.results.record import (
     CheckpointInfo,
     Cost,
     Record,
+    SelectionInfo,
     TaskInfo,
     TrainingInfo,
     read_record,
-    seal,
 )
 from decaybench.results.run_folder import EvaluationFolder, RunFolder
 from decaybench.tasks.base import Cell
@@ -102,7 +103,7 @@ def _carry_out(config: RunConfig, force: bool, progress: Progress, world: World)
             progress.say(f"already done: {evaluation.record_path}")
             return Outcome(kept_record(evaluation), folder, evaluation)
         if world.first:
-            _keep_config(config, folder)
+            keep_config(config, folder)
             evaluation.write_paths({key: value for key in config.task.paths if (value := getattr(config.task, key))})
         progress.say(f"{config.task.name} {config.model.cell} on {device}; backend {backend} ({why}); {folder.path}")
         for remark in [*task.remarks(cells), *_much(config, cells)]:
@@ -119,10 +120,9 @@ def _carry_out(config: RunConfig, force: bool, progress: Progress, world: World)
         )
         record = None
         if world.first:
-            spectrum = model_spectrum(model, config.seed, train_length)
-            record = _record(config, model, training, checkpoint, found, spectrum, world, seconds)
-            _draw(record, spectrum, evaluation.figures)
-            evaluation.write_record(record)
+            record = write_outcome(
+                config, model, found, evaluation, world, training=training, checkpoint=checkpoint, train_seconds=seconds
+            )
         record = world.tell(record)
         assert record is not None
     return Outcome(record, folder, evaluation)
@@ -191,7 +191,7 @@ def _much(config: RunConfig, cells: Sequence[Cell]) -> list[str]:
     ]
 
 
-def _keep_config(config: RunConfig, folder: RunFolder) -> None:
+def keep_config(config: RunConfig, folder: RunFolder) -> None:
     """Write the run's configuration, or check that the folder's is the same run's."""
     if not folder.config_path.exists():
         folder.write_config(config.plain())
@@ -213,6 +213,29 @@ def kept_record(evaluation: EvaluationFolder) -> Record:
         raise UserError(f"{error}; delete it, and the same command makes it again from its samples") from None
 
 
+def write_outcome(
+    config: RunConfig,
+    model: LanguageModel,
+    found: Evaluated,
+    folder: EvaluationFolder,
+    world: World,
+    *,
+    training: TrainingInfo | None = None,
+    checkpoint: Checkpoint | None = None,
+    train_seconds: float | None = None,
+    selection: SelectionInfo | None = None,
+    selection_seconds: float | None = None,
+) -> Record:
+    """Draw what an evaluation found, and write its record; training or checkpoint says where `model` is from."""
+    train_length = checkpoint.train_length if checkpoint else config.task.train_length
+    spectrum = model_spectrum(model, config.seed, train_length)
+    chosen = (selection, selection_seconds)
+    record = _record(config, model, training, checkpoint, found, spectrum, world, train_seconds, *chosen)
+    _draw(record, spectrum, folder.figures)
+    folder.write_record(record)
+    return record
+
+
 def _record(
     config: RunConfig,
     model: LanguageModel,
@@ -222,6 +245,8 @@ def _record(
     spectrum: Spectrum,
     world: World,
     train_seconds: float | None,
+    selection: SelectionInfo | None,
+    selection_seconds: float | None,
 ) -> Record:
     task = make_task(config.task)
     content = {
@@ -234,25 +259,26 @@ def _record(
             metric=task.metric,
             data_hash=found.data_hash,
         ),
-        "model": model_info(model, config.task.train_length),
+        "model": model_info(model, config.task.train_length, config.training.decayed if training else None),
         "training": training,
         "checkpoint": checkpoint_info(config.checkpoint, checkpoint) if checkpoint else None,
         "seed": config.seed,
         "cells": found.cells,
+        "selection": selection,
         "spectrum": spectrum.info(),
         "environment": environment(world.device, config.training.dtype, config.batch_tokens).model_copy(
             update={"processes": world.size if world.size > 1 else None}
         ),
         "cost": Cost(
             train_seconds=train_seconds,
+            selection_seconds=selection_seconds,
             evaluation_seconds=found.seconds,
             train_tokens_per_second=training.tokens / train_seconds if training and train_seconds else None,
             evaluation_tokens_per_second=found.tokens / found.seconds if found.tokens and found.seconds else None,
             peak_memory_bytes=peak_memory(world.device),
         ),
-        "comparable_to": None,
     }
-    return seal({key: value for key, value in content.items() if value is not None or key == "comparable_to"})
+    return decided({key: value for key, value in content.items() if value is not None})
 
 
 def checkpoint_info(named: str | None, checkpoint: Checkpoint) -> CheckpointInfo:

@@ -52,7 +52,7 @@ from decaybench.models.checkpoints import (
     write_checkpoint,
 )
 from decaybench.models.language_model import LanguageModel, build_model
-from decaybench.models.module import Treatment, treatments
+from decaybench.models.module import Decayed, Treatment, treatments
 from decaybench.results.record import StageInfo, TrainingInfo
 from decaybench.results.run_folder import RunFolder
 from decaybench.tasks.base import IGNORED, Batch, Shape, Stage, Task
@@ -62,6 +62,14 @@ _OPTIMISER_FILE = "optimiser.safetensors"
 _LOG_EVERY = 50
 _SAVING_SHARE = 20  # checkpoints are at least so many times as far apart as writing one takes
 _MEMORY = 0.98  # of the loss and accuracy that are shown and recorded: about the last fifty batches
+
+
+class DivergedError(RunError):
+    """The loss or the gradient is no number. step: the last one that was done."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 @dataclass
@@ -131,14 +139,23 @@ def train(
     return model, _info(work, config, stages), work.seconds
 
 
-def parameter_groups(model: LanguageModel, weight_decay: float) -> list[dict[str, Any]]:
+def training_info(config: RunConfig, facts: Mapping[str, Any]) -> TrainingInfo:
+    """What a record says of a training up to one of its checkpoints; facts: the checkpoint's, whole (`train`)."""
+    stages = make_task(config.task).stages()
+    plan = make_plan(stages, config.training, config.seed)
+    plan.restore(facts["plan"])
+    averages = _Averages(facts["loss"], facts["accuracy"])
+    return _training_info(config, stages, plan, averages, facts["batches"], facts["step"], facts["tokens"])
+
+
+def parameter_groups(model: LanguageModel, weight_decay: float, decayed: Decayed | None = None) -> list[dict[str, Any]]:
     """AdamW's groups, one for each treatment: those that take weight decay first. Frozen parameters are in none.
 
-    factor: the multiple of the learning rate at which a group learns.
+    factor: the multiple of the learning rate at which a group learns. decayed: as in `treatments`.
     """
     named = dict(model.named_parameters())
     groups: dict[Treatment, list[Tensor]] = {}
-    for name, treatment in treatments(model).items():
+    for name, treatment in treatments(model, decayed).items():
         groups.setdefault(treatment, []).append(named[name])
     ordered = sorted(groups, key=lambda treatment: (not treatment.decays, treatment.factor))
     return [
@@ -207,7 +224,7 @@ def _start(config: RunConfig, folder: RunFolder, device: str, backend: str, prog
         model.load_state_dict(found.tensors(MODEL_FILE))
     objective = world.shared(Objective(model), list(model.blocks), config.parallel)
     optimiser = torch.optim.AdamW(
-        optimiser_groups(parameter_groups(model, training.weight_decay)),
+        optimiser_groups(parameter_groups(model, training.weight_decay, training.decayed)),
         lr=training.learning_rate,
         betas=training.betas,
         eps=training.eps,
@@ -338,9 +355,10 @@ def _one_step(work: _Work, config: RunConfig, parts: Sequence[Batch], device: st
     loss, accuracy = all_nats / all_labels, float(np.float32(all_right) / np.float32(all_labels))
     for what, found in (("loss", loss), ("gradient's norm", norm_found)):
         if not math.isfinite(found):
-            raise RunError(
+            raise DivergedError(
                 f"training diverged at step {work.step}: the {what} is {found}; "
-                f"try a learning rate below training.learning_rate={training.learning_rate:g}"
+                f"try a learning rate below training.learning_rate={training.learning_rate:g}",
+                work.step,
             )
     work.optimiser.step()
     work.tokens += int(all_tokens)
@@ -375,7 +393,7 @@ def _save(work: _Work, config: RunConfig, stages: Sequence[Stage], folder: RunFo
         "accuracy": work.averages.accuracy,
         "batches": work.batches,
         "train_length": config.task.train_length,
-        "longest_trained": _longest_trained(work, stages),
+        "longest_trained": _longest_trained(work.batches, stages),
         "training_hash": config.training_hash,
         **({} if config.training.label_noise is None else {"label_noise": config.training.label_noise}),
         **({} if (reader := make_task(config.task).tokenizer_sha256) is None else {"tokenizer_sha256": reader}),
@@ -467,33 +485,45 @@ def _newest_intact(root: Path, progress: Progress) -> Checkpoint | None:
 
 
 def _info(work: _Work, config: RunConfig, stages: Sequence[Stage]) -> TrainingInfo:
-    mastered = work.plan.mastered() or [None] * len(stages)
+    return _training_info(config, stages, work.plan, work.averages, work.batches, work.step, work.tokens)
+
+
+def _training_info(
+    config: RunConfig,
+    stages: Sequence[Stage],
+    plan: Plan,
+    averages: _Averages,
+    batches: Sequence[int],
+    step: int,
+    tokens: int,
+) -> TrainingInfo:
+    mastered = plan.mastered() or [None] * len(stages)
     return TrainingInfo(
         config=config.training.plain(),
         training_hash=config.training_hash,
         seed=config.seed,
         train_length=config.task.train_length,
-        longest_trained=_longest_trained(work, stages),
-        steps=work.step,
-        tokens=work.tokens,
+        longest_trained=_longest_trained(batches, stages),
+        steps=step,
+        tokens=tokens,
         optimizer="AdamW",
         learning_rate=config.training.learning_rate,
-        final_loss=work.averages.loss or 0.0,
-        final_accuracy=work.averages.accuracy,
+        final_loss=averages.loss or 0.0,
+        final_accuracy=averages.accuracy,
         stages=tuple(
-            StageInfo(shape=stage.shape.plain(), batches=batches, step=step)
-            for stage, batches, step in zip(stages, work.batches, mastered, strict=True)
+            StageInfo(shape=stage.shape.plain(), batches=count, step=when)
+            for stage, count, when in zip(stages, batches, mastered, strict=True)
         ),
     )
 
 
-def _longest_trained(work: _Work, stages: Sequence[Stage]) -> int:
-    """The longest sequence trained on so far, tokens."""
-    return max(stage.shape.length for stage, batches in zip(stages, work.batches, strict=True) if batches)
+def _longest_trained(batches: Sequence[int], stages: Sequence[Stage]) -> int:
+    """The longest sequence trained on, tokens; batches: by stage, so far."""
+    return max(stage.shape.length for stage, count in zip(stages, batches, strict=True) if count)
 
 
 def _say_what_was_not_reached(work: _Work, config: RunConfig, stages: Sequence[Stage], progress: Progress) -> None:
-    longest, wanted = _longest_trained(work, stages), config.task.train_length
+    longest, wanted = _longest_trained(work.batches, stages), config.task.train_length
     if longest >= wanted:
         return
     missed = [_name(stage.shape) for stage, batches in zip(stages, work.batches, strict=True) if not batches]

@@ -36,6 +36,8 @@ from decaybench.harness.evaluation import (
 )
 from decaybench.harness.model_info import parameter_counts, state_elements
 from decaybench.harness.plans import make_plan, samples_a_batch
+from decaybench.harness.protocols import PROTOCOLS, departures
+from decaybench.harness.verify_selection import verify_selection
 from decaybench.models.config import ModelConfig
 from decaybench.models.language_model import LanguageModel, build_model
 from decaybench.models.registry import architectures
@@ -91,8 +93,7 @@ def verify(record: Record, folder: EvaluationFolder | None = None) -> None:
             raise NotRecomputableError(f"{what} version {theirs}; here {ours}")
     if record.task.metric != metric:
         raise UserError(f"task {record.task.name} is scored by {metric}, not by {record.task.metric}")
-    if record.comparable_to is not None:
-        raise UserError(f"comparable_to is {record.comparable_to!r}, but nothing here checks that protocol")
+    _check_claim(record)
     try:
         if entry is None:
             _check_model(record, lm_eval_run.state_length(record))
@@ -101,6 +102,17 @@ def verify(record: Record, folder: EvaluationFolder | None = None) -> None:
             _recompute(record, entry, folder)
     except MissingDataError as error:
         raise NotRecomputableError(f"needs {error.needs}") from None
+
+
+def _check_claim(record: Record) -> None:
+    """That a record claims no protocol of which an item doesn't hold; it may claim less."""
+    claim = record.comparable_to
+    if claim is None:
+        return
+    if claim not in PROTOCOLS:
+        raise UserError(f"comparable_to is {claim!r}, and there is no such protocol: {', '.join(PROTOCOLS)}")
+    if found := departures(record, claim):
+        raise UserError(f"comparable_to is {claim!r}, but {found[0]}")
 
 
 def _recompute(record: Record, entry: TaskEntry, folder: EvaluationFolder | None) -> None:
@@ -127,6 +139,7 @@ def _recompute(record: Record, entry: TaskEntry, folder: EvaluationFolder | None
         hashes.append((cell.name, digest.hexdigest()))
     if data_hash(hashes) != record.task.data_hash:
         raise UserError(f"task {record.task.name}: data_hash is not that of the task's samples")
+    verify_selection(record, task, evaluation, folder)
 
 
 def add_to_leaderboard(file: Path, runs: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
@@ -199,6 +212,8 @@ def _check_origin(record: Record, task: Task[Any, Any, Any]) -> None:
     if longest is not None and record.train_length is not None and longest > record.train_length:
         raise UserError(f"longest_trained is {longest}, longer than train_length={record.train_length}")
     if record.training is None:
+        if record.selection is not None:
+            raise UserError("selection: the record has no training")
         return
     _check_training(record, record.training, task)
 
@@ -223,7 +238,7 @@ def _check_training(record: Record, training: TrainingInfo, task: Task[Any, Any,
     counted = [(stage.shape.length, stage, said.batches) for stage, said in zip(stages, training.stages, strict=True)]
     _same(
         {
-            "training.steps": (training.steps, make_plan(stages, config, training.seed).total_steps),
+            "training.steps": (training.steps, _steps(record, make_plan(stages, config, training.seed).total_steps)),
             "the sum of training.stages.*.batches": (sum(batches for *_, batches in counted), training.steps),
             "training.longest_trained": (
                 training.longest_trained,
@@ -236,6 +251,11 @@ def _check_training(record: Record, training: TrainingInfo, task: Task[Any, Any,
     exact = config.plan == "mastery" and not task.pads
     if training.tokens > most or (exact and training.tokens < most):
         raise UserError(f"training.tokens is {training.tokens}, but its stages' batches have {most}")
+
+
+def _steps(record: Record, total: int) -> int:
+    """The steps that a training has: all of its plan's, or until the point that a selection chose (`_recompute`)."""
+    return total if record.selection is None else record.selection.chosen.step
 
 
 def _check_model(record: Record, length: int) -> None:
@@ -258,7 +278,8 @@ def _check_model(record: Record, length: int) -> None:
         )
     backend = "torch" if "torch" in architecture.backends else said.backend
     model = build_model(config, device="meta", backend=backend)
-    _same({"model.parameters": (said.parameters.plain(), parameter_counts(model).plain())})
+    decayed = record.training.config.get("decayed") if record.training else None
+    _same({"model.parameters": (said.parameters.plain(), parameter_counts(model, decayed).plain())})
     state = _state_elements(model, length)
     if state is not None:
         _same({"model.state_elements": (said.state_elements, state)})

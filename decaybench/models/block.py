@@ -1,4 +1,7 @@
-"""A block: norm -> mixer -> residual, then norm -> FFN -> residual where the model has one."""
+"""A block: norm -> mixer -> residual, then norm -> FFN -> residual where the model has one.
+
+With `norm_branch` the FFN is the identity: x + norm(x), as in Zoology's blocks whose state mixer is one.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import math
 from decaybench.models.addons.bft import make_residual
 from decaybench.models.branch import Branch, Context, Mixer, Place
 from decaybench.models.config import ModelConfig
-from decaybench.models.ffn import make_ffn
+from decaybench.models.ffn import Identity, make_ffn
 from decaybench.models.module import LayerNorm, Module, RMSNorm
 from decaybench.models.registry import get_architecture
 from decaybench.models.residual import Stream
@@ -24,8 +27,10 @@ class Block(Module):
         self.norm = make_norm(config)
         mixer_class = get_architecture(config.name).mixer_class()
         self.mixer: Mixer = mixer_class(config.mixer, place)
-        self.ffn_norm = make_norm(config) if config.ffn else None
+        self.ffn_norm = make_norm(config) if config.ffn or config.norm_branch else None
         self.ffn: Branch | None = make_ffn(config.ffn, place) if config.ffn else None
+        if config.norm_branch:
+            self.ffn = Identity()
         self.residual = make_residual(config.bft, place, self.mixer)
 
     def forward(self, stream: Stream, context: Context, state: LayerState | None) -> tuple[Stream, LayerState]:
@@ -41,7 +46,7 @@ class Block(Module):
         return stream, LayerState(mixer_state, ffn_state, self.residual.state(observer))
 
 
-def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
-    """The model's kind of norm, d_model wide."""
+def make_norm(config: ModelConfig, kind: str | None = None) -> RMSNorm | LayerNorm:
+    """A norm d_model wide; kind: None for that of the model's blocks."""
     kinds: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
-    return kinds[config.norm](config.d_model, config.norm_eps)
+    return kinds[kind or config.norm](config.d_model, config.norm_eps)

@@ -29,6 +29,14 @@ class ModelConfig(Config):
     ffn: FfnConfig | None = Field(default=None, description="feed-forward branch; none: mixers only")
     norm: Literal["rmsnorm", "layernorm"] = Field(default="rmsnorm", description="kind of norm")
     norm_eps: float = Field(default=1e-5, gt=0, description="added to the variance in norms")
+    final_norm: Literal["rmsnorm", "layernorm"] | None = Field(
+        default=None, description="kind of the norm before the head; none: that of the blocks"
+    )
+    norm_branch: bool | None = Field(
+        default=None,
+        description="a block without an FFN adds the norm of the stream in its place, as Zoology's blocks with an "
+        "identity there do; none: nothing",
+    )
     tie_embeddings: bool = Field(default=True, description="the head's weights are the embedding's")
     embedding_norm: bool | None = Field(
         default=None, description="a norm after the embedding, as in RWKV's language models; none: without"
@@ -65,6 +73,8 @@ class ModelConfig(Config):
     @model_validator(mode="after")
     def _switches_it_has(self) -> ModelConfig:
         """A switch that would do nothing is refused: it would make another cell of the same model."""
+        if self.norm_branch and self.ffn is not None:
+            raise UserError("model.norm_branch stands in the place of an FFN, and this model has one: leave it out")
         if self.bft is not None and self.bft.jacobian is not None and self.ffn is None:
             raise UserError(f"{self.bft.said('jacobian')} is of an FFN, and this model has none: J = 0")
         if self.bft is not None and self.n_layers == 1:

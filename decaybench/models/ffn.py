@@ -70,6 +70,17 @@ class Ffn(Branch):
         return self.out_proj(F.gelu(hidden)), None
 
 
+class Identity(Branch):
+    """y = x, where a block has nothing but a norm in the place of an FFN."""
+
+    def forward(
+        self, x: Tensor, context: Context, state: None, observer: Observer | None = None
+    ) -> tuple[Tensor, None]:
+        if observer is not None and observer.wants_dynamics:
+            observer.dynamics(torch.ones_like(x, dtype=torch.promote_types(x.dtype, torch.float32)))
+        return x, None
+
+
 @dataclass(frozen=True)
 class ChannelMixState:
     """last: [B, 1, D], the branch's last input."""

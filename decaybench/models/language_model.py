@@ -62,7 +62,7 @@ class LanguageModel(Module):
         if config.bft is not None and config.bft.carries:
             self.precision = InitialPrecision(config.bft, config.vocab_size, config.d_model)
         self.blocks = torch.nn.ModuleList(Block(config, layer, backend) for layer in range(config.n_layers))
-        self.norm = make_norm(config)
+        self.norm = make_norm(config, config.final_norm)
         self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size)
 
     def forward(

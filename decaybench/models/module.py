@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ class Module(nn.Module):
 
     float32_names: ClassVar[frozenset[str]] = frozenset()
     no_weight_decay: ClassVar[frozenset[str]] = frozenset()
+    exempt_matrices: ClassVar[frozenset[str]] = frozenset()  # of these, weights of projections
     learning_rate_factors: Mapping[str, float] = MappingProxyType({})
 
     def initialise(self, draws_for: DrawsFor) -> None:
@@ -223,17 +224,25 @@ class Treatment:
     factor: float
 
 
-def treatments(model: nn.Module) -> dict[str, Treatment]:
+Decayed = Literal["matrices", "all"]
+
+
+def treatments(model: nn.Module, decayed: Decayed | None = None) -> dict[str, Treatment]:
     """The treatment of each trainable parameter. Weights of two or more dimensions take weight decay, unless named.
 
-    Norms, biases and everything that sets a decay (A_log, dt_bias, D, w0, PoST's base and deltas) never take it.
+    Norms, biases and everything that sets a decay (A_log, dt_bias, D, w0, PoST's base and deltas) don't take it.
+    decayed: "matrices" decays the weights of projections that an architecture's own training leaves out, too; "all"
+    decays every parameter, as AdamW does where nobody makes groups.
     """
     result = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             ours = isinstance(module, Module)
             exempt = ours and name in module.no_weight_decay
+            if exempt and decayed == "matrices":
+                exempt = name not in module.exempt_matrices
             factor = module.learning_rate_factors.get(name, 1.0) if ours else 1.0
             if parameter.requires_grad:
-                result[f"{prefix}.{name}".lstrip(".")] = Treatment(parameter.ndim >= 2 and not exempt, factor)
+                decays = decayed == "all" or (parameter.ndim >= 2 and not exempt)
+                result[f"{prefix}.{name}".lstrip(".")] = Treatment(decays, factor)
     return result

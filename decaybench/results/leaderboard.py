@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
+from decaybench.core.config import flat
 from decaybench.core.errors import RunError, UserError
 from decaybench.core.files import atomic_write_json, read_json, writing
-from decaybench.core.hashing import digest, without_absent
+from decaybench.core.hashing import digest
 from decaybench.results.record import (
     ENOUGH,
     CellResult,
@@ -211,11 +212,14 @@ def settings_of(record: Record) -> dict[str, Any]:
     }
     if record.training:
         chosen["training"] = _without(record.training.config, "seed")
+    if record.training and record.selection:  # the rate is a result; what it was chosen from is a setting
+        grid = {"learning_rates": list(record.selection.learning_rates), "every": record.selection.every}
+        chosen["training"] = {**_without(record.training.config, "seed", "learning_rate"), "selected": grid}
     if record.checkpoint:
         chosen["checkpoint"] = record.checkpoint.sha256
         if noise := label_noise(record):
             chosen["training"] = {"label_noise": noise}
-    return _flat(chosen)
+    return flat(chosen)
 
 
 def distinct(values: Iterable[Any]) -> list[Any]:
@@ -311,14 +315,6 @@ def _order(record: Record) -> tuple[Any, ...]:
 
 def _without(content: dict[str, Any], *names: str) -> dict[str, Any]:
     return {key: value for key, value in content.items() if key not in names}
-
-
-def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """By dotted key. None is absent, so that an option which is new since a record was made changes nothing."""
-    flat: dict[str, Any] = {}
-    for key, value in without_absent(content).items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
-    return flat
 
 
 def _row(equal: Sequence[Record], variant: str) -> Row:

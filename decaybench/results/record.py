@@ -313,6 +313,87 @@ class SpectrumInfo(Part):
     layers: tuple[LayerSpectrum, ...] = Field(description="by layer")
 
 
+class ValidationCell(Part):
+    """A size that a selection's validation set asks at."""
+
+    name: str = Field(description="the cell's name, also of its file of samples")
+    shape: JsonObject = Field(description="what its samples look like: those of a training stage")
+    n: int = Field(ge=1, description="samples")
+
+
+class ValidationInfo(Part):
+    """The samples that a learning rate and a step were chosen on. They are neither the test's nor trained on."""
+
+    seed: Count = Field(description="seed of the task's split `validation`; neither the run's nor the evaluation's")
+    cells: tuple[ValidationCell, ...] = Field(min_length=1, description="each size of the training's stages once")
+    data_hash: Sha256 = Field(description="sha256 over the samples of all cells, see `data_hash`")
+
+
+class SelectionPoint(Part):
+    """One candidate: the weights of a run at one step."""
+
+    step: int = Field(ge=1, description="optimiser steps until then")
+    validation: tuple[Share, ...] = Field(description="value of each validation cell, in their order")
+    validation_mean: Share = Field(description="mean over validation cells, by which is chosen")
+    test: tuple[Share, ...] = Field(description="value of each of the record's cells, in their order")
+    test_mean: Share = Field(description="mean over the record's cells")
+
+
+class SelectionRun(Part):
+    """One learning rate of the grid."""
+
+    learning_rate: float = Field(gt=0, description="highest learning rate of the schedule")
+    training_hash: str = Field(description="hash of all that its weights are a function of")
+    diverged: int | None = Field(
+        default=None, ge=1, description="step at which training diverged, after which there are no points; absent: none"
+    )
+    points: tuple[SelectionPoint, ...] = Field(description="its candidates, first ones first")
+
+
+class Choice(Part):
+    """A learning rate and a step of a selection's grid, and what is reached there."""
+
+    learning_rate: float = Field(gt=0, description="highest learning rate of the schedule")
+    step: int = Field(ge=1, description="optimiser steps")
+    value: Share = Field(description="what is largest there, 0..1")
+
+
+class SelectedOnTest(Part):
+    """Chosen on the test: what papers report that look at the test for their learning rate and epoch.
+
+    It is too high as a claim about new samples, and is here only to be comparable with theirs.
+    """
+
+    by_cell: tuple[Choice, ...] = Field(description="for each of the record's cells the best point of all, in order")
+    by_mean: Choice = Field(description="the point with the largest mean over the record's cells")
+
+
+class SelectionInfo(Part):
+    """How the learning rate and the step of a record's training were chosen, and all that was tried.
+
+    Chosen is the largest validation_mean; of equal ones that with fewer steps, then the smaller learning rate.
+    Candidates are every `every` steps and the last one, of each learning rate of the grid, with the record's seed.
+    """
+
+    every: int = Field(ge=1, description="steps between candidates")
+    steps_by_epoch: int | None = Field(default=None, ge=1, description="steps an epoch; absent: a plan without epochs")
+    total_steps: int = Field(ge=1, description="steps of a whole training")
+    validation: ValidationInfo = Field(description="what was chosen on")
+    runs: tuple[SelectionRun, ...] = Field(min_length=1, description="the grid, smallest learning rate first")
+    chosen: Choice = Field(description="the record's training: learning rate, step and validation_mean")
+    chosen_on_test: SelectedOnTest = Field(description="what a choice on the test itself would have reported")
+
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        """The grid, smallest first."""
+        return tuple(run.learning_rate for run in self.runs)
+
+    @property
+    def each_epoch(self) -> bool:
+        """Whether the end of each epoch was a candidate, and nothing else."""
+        return self.every == self.steps_by_epoch
+
+
 class Environment(Part):
     """Where it ran."""
 
@@ -333,6 +414,9 @@ class Cost(Part):
     """What it took."""
 
     train_seconds: Seconds | None = Field(default=None, description="wall time of training, s")
+    selection_seconds: Seconds | None = Field(
+        default=None, description="wall time of training all runs that it was chosen from, s; absent: none was chosen"
+    )
     evaluation_seconds: Seconds = Field(
         description="wall time of evaluation in the process that finished it, s; not of those that were stopped before"
     )
@@ -355,6 +439,9 @@ class Record(Part):
     checkpoint: CheckpointInfo | None = Field(default=None, description="which checkpoint; absent: trained here")
     seed: Count = Field(description="the run's seed")
     cells: tuple[CellResult, ...] = Field(min_length=1, description="the evaluation's cells")
+    selection: SelectionInfo | None = Field(
+        default=None, description="how its learning rate and step were chosen; absent: they were given"
+    )
     spectrum: SpectrumInfo | None = Field(default=None, description="decay spectrum; absent: not measured")
     environment: Environment = Field(description="where it ran")
     cost: Cost = Field(description="what it took")

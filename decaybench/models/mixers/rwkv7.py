@@ -202,6 +202,7 @@ class LowRank(Module):
 
     float32_names = frozenset({"bias"})
     no_weight_decay = frozenset({"down", "up", "bias"})  # as in RWKV-LM
+    exempt_matrices = frozenset({"down", "up"})
 
     def __init__(
         self,
