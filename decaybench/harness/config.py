@@ -16,6 +16,7 @@ from decaybench.core.hashing import digest, without_absent
 from decaybench.harness.plans import make_plan
 from decaybench.models.config import ModelConfig
 from decaybench.models.language_model import build_model
+from decaybench.models.registry import get_architecture
 from decaybench.results.run_folder import RunFolder
 from decaybench.tasks.base import Cell, EvaluationConfig, Task, TaskConfig
 from decaybench.tasks.registry import get_task, make_task
@@ -54,6 +55,13 @@ class TrainingConfig(Config):
         lt=1,
         description="share of training labels replaced by another of the task's values; none or 0: no noise",
     )
+    state_passing: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="share of sequences that start from the final state of one of the step before, not empty; none or "
+        "0: none does",
+    )
     learning_rate: float = Field(default=1e-2, gt=0, lt=10, description="highest learning rate")
     schedule: Literal["hold", "cosine", "cosine-by-epoch", "linear-by-epoch"] = Field(
         default="hold",
@@ -80,9 +88,9 @@ class TrainingConfig(Config):
             raise ValueError(f"training.floor={self.floor:g} is above training.learning_rate={self.learning_rate:g}")
         return self
 
-    @field_validator("label_noise")
+    @field_validator("label_noise", "state_passing")
     @classmethod
-    def _no_noise_is_none(cls, share: float | None) -> float | None:
+    def _no_share_is_none(cls, share: float | None) -> float | None:
         """So that a run with 0 is the run without."""
         return share or None
 
@@ -150,6 +158,15 @@ class RunConfig(Config):
         if self.model.vocab_size < wanted and self.checkpoint is None:
             raise ValueError(
                 f"model.vocab_size={self.model.vocab_size} is too small: task {self.task.name} has {wanted} tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _state_that_can_be_passed(self) -> RunConfig:
+        share, name = self.training.state_passing, self.model.name
+        if share is not None and get_architecture(name).state_grows:
+            raise ValueError(
+                f"training.state_passing={share:g} is for recurrences: the state of {name} grows with every token"
             )
         return self
 

@@ -29,7 +29,7 @@ class Architecture:
     The mixer is built as `mixer(config, place)` (models.branch.Place); addons: those that it takes, by name, and what
     each changes in it. backends: implementations of its recurrence, best first. gates: what post.gate may be;
     dt_bias_gates: those with a dt_bias. ffn: the kind of FFN that its language models have. equation: its recurrence;
-    verified: what it was compared with.
+    verified: what it was compared with. state_grows: whether its state grows with every token.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Architecture:
     ffn: str = "swiglu"
     equation: str = ""
     verified: str = ""
+    state_grows: bool = False
 
     def config_class(self) -> type[Config]:
         """The class of its own sizes."""
@@ -138,6 +139,7 @@ _BUILT_IN = (
         addons={"bft": "a key counts by its token's precision: softmax(logit + log lbar)"},
         equation="o_t = sum_{j <= t} softmax_j(q_t . k_j / sqrt(K)) v_j",
         verified="a plain loop over softmax and rotations",
+        state_grows=True,
     ),
 )
 
