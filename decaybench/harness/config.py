@@ -62,6 +62,9 @@ class TrainingConfig(Config):
         description="share of sequences that start from the final state of one of the step before, not empty; none or "
         "0: none does",
     )
+    state_passing_after: int | None = Field(
+        default=None, ge=1, description="steps before states are passed; none: they are from the beginning"
+    )
     learning_rate: float = Field(default=1e-2, gt=0, lt=10, description="highest learning rate")
     schedule: Literal["hold", "cosine", "cosine-by-epoch", "linear-by-epoch"] = Field(
         default="hold",
@@ -86,6 +89,14 @@ class TrainingConfig(Config):
             raise ValueError(f"training.floor is for schedules hold and cosine, not {self.schedule}")
         if self.floor is not None and self.floor > self.learning_rate:
             raise ValueError(f"training.floor={self.floor:g} is above training.learning_rate={self.learning_rate:g}")
+        return self
+
+    @model_validator(mode="after")
+    def _states_passed_after(self) -> TrainingConfig:
+        if self.state_passing_after is not None and self.state_passing is None:
+            raise ValueError(
+                f"training.state_passing_after={self.state_passing_after} needs training.state_passing, the share"
+            )
         return self
 
     @field_validator("label_noise", "state_passing")
@@ -235,7 +246,11 @@ def make_config(*layers: Mapping[str, Any]) -> RunConfig:
         merge(data, _as_data(layer))
     config = parse(RunConfig, data)
     if config.checkpoint is None:  # a checkpoint brings its own training length: the run checks against that one
-        make_plan(make_task(config.task).stages(), config.training, config.seed)
+        plan = make_plan(make_task(config.task).stages(), config.training, config.seed)
+        if (after := config.training.state_passing_after) is not None and after >= plan.total_steps:
+            raise UserError(
+                f"training.state_passing_after={after}: no state would be passed in {plan.total_steps} steps"
+            )
         evaluation_cells(make_task(config.task), config.evaluation, config.task.train_length)
         _build_without_values(config.model)
     return config

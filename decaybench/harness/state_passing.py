@@ -8,8 +8,8 @@ So a sequence of step s starts, with probability p, where one of step s-1 ended:
 All that a model caches is passed: the recurrence's state, the last inputs of convolutions and token shifts, and the
 number of tokens seen. Positions go on from there, so that PoST's t stays the number of tokens in the state; it grows
 beyond the training length as sequences follow one another, (1-p) p^n of the rows after n others. The paper passes the
-states of the step before to all rows (p = 1), in a short training after the usual one; a model trained so from the
-start never meets the empty state that every evaluation starts from.
+states of the step before to all rows (p = 1), in a few hundred steps after a usual training; a model that is trained so
+from the start never meets the empty state that every evaluation starts from.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ _PASSED, _ORDER = 0, 1  # streams
 
 
 class StatePassing:
-    """The final states of a step's sequences, and which of the next step's start from which. share: p."""
+    """The final states of a step's sequences, and which of the next step's start from which.
 
-    def __init__(self, share: float, seed: int) -> None:
-        self._share, self._key = share, key64("state passing", seed)
+    share: p. after: steps before the first one that states are passed to.
+    """
+
+    def __init__(self, share: float, seed: int, after: int = 0) -> None:
+        self._share, self._key, self._after = share, key64("state passing", seed), after
         self._states: ModelState | None = None
 
     def starts(self, step: int, sizes: Sequence[int]) -> list[ModelState | None]:
@@ -57,6 +60,10 @@ class StatePassing:
             found.append(_some_of(self._states, from_row[part], some) if some.any() else None)
         return found
 
+    def wants(self, step: int) -> bool:
+        """Whether the next step's sequences may start from this step's final states."""
+        return step + 1 >= self._after
+
     def keep(self, states: Sequence[ModelState]) -> None:
         """Keep the final states of a step's parts, without their history, for the next step."""
         self._states = concatenated([state.detach() for state in states])
@@ -67,6 +74,8 @@ class StatePassing:
 
     def restore(self, tensors: Mapping[str, Tensor], model: LanguageModel) -> None:
         """Go on from what `tensors` said. Raises UserError where it is not this model's."""
+        if not tensors:
+            return
         token = torch.zeros(1, 1, dtype=torch.long, device=model.embedding.weight.device)
         with torch.no_grad():
             like = model.prefill(token).state

@@ -231,7 +231,9 @@ def _start(config: RunConfig, folder: RunFolder, device: str, backend: str, prog
         eps=training.eps,
         fused=True,
     )
-    passing = None if training.state_passing is None else StatePassing(training.state_passing, config.seed)
+    passing = None
+    if training.state_passing is not None:
+        passing = StatePassing(training.state_passing, config.seed, training.state_passing_after or 0)
     work = _Work(model, objective, optimiser, plan, _Averages(), [0] * len(stages), config.seed, passing)
     if found is not None:
         _go_on(work, found, progress)
@@ -342,15 +344,14 @@ def _one_step(work: _Work, config: RunConfig, parts: Sequence[Batch], device: st
     all_labels, all_tokens = world.sums(sum(asked), tokens)
     work.optimiser.zero_grad(set_to_none=True)
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    sizes, passing, ends = [len(part.tokens) for part in parts], work.passing, []
-    starts = passing.starts(work.step, sizes) if passing else [None] * len(parts)
+    passing = work.passing
+    starts = passing.starts(work.step, [len(part.tokens) for part in parts]) if passing else [None] * len(parts)
+    keep, ends = passing is not None and passing.wants(work.step), []
     with _dropout_of_step(work, world):
         for number, (part, start) in enumerate(zip(parts, starts, strict=True), start=1):
             with part_of_step(work.objective, last=number == len(parts)):
                 with matmul_dtype(training.dtype, device):
-                    nats, right, end = work.objective(
-                        *to_tensors(part, device), start, output_state=passing is not None
-                    )
+                    nats, right, end = work.objective(*to_tensors(part, device), start, output_state=keep)
                 ends.append(end)
                 # Shared gradients are the mean over processes, and the loss is the sum over them.
                 (nats / (all_labels / world.size)).backward()
@@ -368,7 +369,7 @@ def _one_step(work: _Work, config: RunConfig, parts: Sequence[Batch], device: st
             )
     work.optimiser.step()
     work.tokens += int(all_tokens)
-    if passing:
+    if passing and keep:
         passing.keep(ends)
     return loss, accuracy
 

@@ -243,6 +243,23 @@ def test_chains_of_sequences_are_as_long_as_the_share_makes_them(tmp_path: Path)
     assert abs(float((seen > 32).double().mean()) - 0.6) < 0.25
 
 
+def test_states_are_passed_after_so_many_steps(tmp_path: Path) -> None:
+    """Until then the weights are those without; the first step after it starts where the one before ended."""
+    late = {"state_passing": 1, "state_passing_after": 6}
+    _, states = trained(config(training={**late, "steps": 9}), tmp_path / "late")
+    seen = max(states.values(), key=lambda tensor: tensor.dtype == torch.int64)
+    assert set(seen.tolist()) == {4 * 32}, "the last step without is the first of four in a chain"
+    found = config(training={**late, "steps": 7, "schedule": "cosine"}, keep=1, checkpoint_seconds=0)
+    trained(found, tmp_path / "all")
+    usual = config(training={"state_passing": None, "steps": 7, "schedule": "cosine"}, keep=1, checkpoint_seconds=0)
+    trained_without(usual, tmp_path / "none")
+    for step in range(1, 8):
+        one, other = (
+            read_checkpoint(tmp_path / which / "checkpoint" / f"step-{step:08d}").sha256 for which in ("all", "none")
+        )
+        assert (one == other) == (step <= 6)
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("uninterrupted")
@@ -264,7 +281,7 @@ def test_states_that_dont_fit_are_told_in_one_line(tmp_path: Path) -> None:
     trained(found, tmp_path)
     made = training.build_model(found.model, 0)
     kept = read_checkpoint(checkpoints_in(tmp_path / "checkpoint")[-1]).tensors("states.safetensors")
-    for damaged in ({}, {**kept, "0": kept["0"][:, :1]}, {**kept, "0": kept["0"][:3]}):
+    for damaged in ({"0": kept["0"]}, {**kept, "0": kept["0"][:, :1]}, {**kept, "0": kept["0"][:3]}):
         with pytest.raises(UserError, match=r"states\.safetensors can't be gone on from: "):
             StatePassing(0.6, 0).restore(damaged, made)
 
@@ -279,6 +296,10 @@ def test_attention_and_several_processes_are_refused_in_one_line(
     for share in ("1.5", "-1", "some"):
         code, _, err = bench(*MQAR, "--set", f"training.state_passing={share}")
         assert code == 2 and "training.state_passing" in err and err.count("\n") == 1
+    code, _, err = bench(*MQAR, "--set", "training.state_passing_after=5")
+    assert code == 2 and "training.state_passing_after=5 needs training.state_passing" in err
+    code, _, err = bench(*MQAR, "--set", "training.state_passing=1", "--set", "training.state_passing_after=12")
+    assert code == 2 and "training.state_passing_after=12: no state would be passed in 12 steps" in err
     monkeypatch.setattr("decaybench.harness.run.joined", _two)
     with pytest.raises(UserError, match=r"training\.state_passing=0\.6 is for one process, and here are 2"):
         carry_out(config(out=str(tmp_path / "runs")), progress=Progress(quiet=True))
