@@ -541,7 +541,7 @@ def compare(
         ),
     ] = None,
     distance: Annotated[bool, typer.Option("--distance", help="Also by octave of the distance.")] = False,
-    summary: Annotated[bool, typer.Option("--summary", help="One table a base: a row a model.")] = False,
+    summary: Annotated[bool, typer.Option("--summary", help="One table: a row a model, a column a length.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Tables in Markdown.")] = False,
     json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
@@ -577,7 +577,7 @@ def compare(
             _write(grid.markdown() + "\n")
         else:
             _print(grid.table())
-    for remark in found.remarks():
+    for remark in found.remarks(summary=summary):
         if markdown:
             _write(remark + "\n")
         else:

@@ -5,7 +5,7 @@ A `Grid` is a table's content; whoever shows it chooses the form.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from decaybench.results.leaderboard import short
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from decaybench.results.pairs import Comparison, Line
+    from decaybench.results.pairs import Comparison
 
 _LEFT = frozenset({"variant", "shown", "model"})
 _BREAK = "\n"  # in a cell: a line of its own in a terminal, a space in Markdown
@@ -23,13 +23,17 @@ _BREAK = "\n"  # in a cell: a line of its own in a terminal, a space in Markdown
 
 @dataclass(frozen=True)
 class Grid:
-    """title, caption: what stands above and below; empty: nothing. left: the columns whose text begins at the left."""
+    """title, caption: what stands above and below; empty: nothing. left: the columns whose text begins at the left.
+
+    sections: the rows that a line is drawn above.
+    """
 
     title: str
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     caption: str
     left: tuple[bool, ...]
+    sections: tuple[int, ...] = ()
 
     def table(self) -> Table:
         """For a terminal."""
@@ -38,7 +42,9 @@ class Grid:
         table = Table(title=self.title, title_justify="left", caption=self.caption or None, caption_justify="left")
         for heading, left in zip(self.headings, self.left, strict=True):
             table.add_column(heading, justify="left" if left else "right")
-        for row in self.rows:
+        for number, row in enumerate(self.rows):
+            if number in self.sections:
+                table.add_section()
             table.add_row(*row)
         return table
 
@@ -70,47 +76,48 @@ def comparison_grid(one: Comparison, *, distance: bool) -> Grid:
 
 
 def summary_grid(several: Sequence[Comparison]) -> Grid:
-    """Comparisons of one task and base in one table: the base's means, and each model's differences from it."""
-    task, base = several[0].task, several[0].base
-    variants = list(dict.fromkeys(line.variant for one in several for line in one.lines))
+    """Comparisons of one task in one table: each base's means, and below it the differences of its models."""
     lengths = list(dict.fromkeys(line.column for one in several for line in one.lines))
-    sizes = [
-        (heading, [getattr(one, part) for one in several])
-        for heading, part in (("parameters", "parameters"), ("state", "state"))
-        if any(getattr(one, part) not in (None, 1.0) for one in several)
-    ]
-    named = len(variants) > 1
-    headings = (*(["variant"] if named else []), "model", "seeds", *lengths, *(f"{name} x" for name, _ in sizes))
+    variants = list(dict.fromkeys(line.variant for one in several for line in one.lines))
+    sizes = [name for name in ("parameters", "state") if any(_ratio(one, name) not in ("", "1") for one in several)]
     rows: list[tuple[str, ...]] = []
+    sections = []
     for variant in variants:
-        begin = [variant] if named else []
-        for label, seeds, values in _bases(several, variant, lengths):
-            rows.append((*begin, label, seeds, *values, *[""] * len(sizes)))
-        for number, one in enumerate(several):
-            lines = {line.column: line for line in one.lines if line.variant == variant}
-            if not lines:
-                continue
-            values = [_compact(lines[length].difference) if length in lines else "" for length in lengths]
-            ratios = ["" if of_each[number] is None else f"{of_each[number]:.3g}" for _, of_each in sizes]
-            rows.append((*begin, _label(one), _seeds(one.seeds), *values, *ratios))
-    asked = f" {variants[0]}" if not named else ""
-    caption = "differences from the base, with their 95 % intervals over seeds and samples; *: the interval excludes 0"
-    title = f"{task}{asked}: against {base}, whose own row is its accuracy"
-    return Grid(title, headings, tuple(rows), caption, tuple(name in _LEFT for name in headings))
+        for base, models in _by_base(several, variant, lengths).items():
+            sections.append(len(rows))
+            rows.append((variant, *base, *[""] * len(sizes)))
+            for one in models:
+                lines = {line.column: line for line in one.lines if line.variant == variant}
+                values = [_compact(lines[length].difference) if length in lines else "" for length in lengths]
+                rows.append(("", _label(one), _seeds(one.seeds), *values, *(_ratio(one, name) for name in sizes)))
+    headings = ("variant", "model", "seeds", *lengths, *(f"{name} x" for name in sizes))
+    bases = dict.fromkeys(one.base for one in several)
+    return Grid(
+        f"{several[0].task}: against {', '.join(bases)}",
+        headings,
+        tuple(rows),
+        "with a sign: the difference from the base above, with its 95 % interval; *: it leaves out 0",
+        tuple(name in _LEFT for name in headings),
+        tuple(sections),
+    )
 
 
-def _bases(several: Sequence[Comparison], variant: str, lengths: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
-    """A row for each set of seeds that the base is compared on."""
-    rows: dict[tuple[int, ...], dict[str, Line]] = {}
+def _by_base(
+    several: Sequence[Comparison], variant: str, lengths: Sequence[str]
+) -> dict[tuple[str, ...], list[Comparison]]:
+    """The comparisons of a variant by what there is to say of their base: name, seeds, means."""
+    found: dict[tuple[str, ...], list[Comparison]] = {}
     for one in several:
-        known = rows.setdefault(one.seeds, {})
-        for line in one.lines:
-            if line.variant == variant:
-                known.setdefault(line.column, line)
-    for seeds, lines in rows.items():
+        lines = {line.column: line for line in one.lines if line.variant == variant}
         if lines:
-            values = [f"{lines[length].base:.3f}" if length in lines else "" for length in lengths]
-            yield several[0].base, _seeds(seeds), values
+            means = [f"{lines[length].base:.3f}" if length in lines else "" for length in lengths]
+            found.setdefault((one.base, _seeds(one.seeds), *means), []).append(one)
+    return found
+
+
+def _ratio(one: Comparison, part: str) -> str:
+    value = getattr(one, part)
+    return "" if value is None else f"{value:.3g}"
 
 
 def _label(one: Comparison) -> str:

@@ -116,22 +116,32 @@ class Comparisons:
         return [comparison_grid(one, distance=distance) for one in self.found]
 
     def summaries(self) -> list[Grid]:
-        """A table for each task and base: a row a model, a column a length."""
-        groups: dict[tuple[str, str], list[Comparison]] = {}
+        """A table a task: a row a model, a column a length."""
+        tasks: dict[str, list[Comparison]] = {}
         for one in self.found:
-            groups.setdefault((one.task, one.base), []).append(one)
-        return [summary_grid(several) for several in groups.values()]
+            tasks.setdefault(one.task, []).append(one)
+        return [summary_grid(several) for several in tasks.values()]
 
-    def remarks(self) -> list[str]:
-        """How the tables are to be read, then the notes."""
+    def remarks(self, *, summary: bool = False) -> list[str]:
+        """How the tables, or their summaries, are to be read, then the notes."""
         intervals = sum(len(one.lines) for one in self.found)
         rules = dict.fromkeys(name for one in self.found for line in one.lines for name in line.references)
+        means = "means over the seeds and samples that both have"
+        if summary:
+            how = (
+                f"Without a sign: the base's {means}. Differences are paired by seed and sample, intervals are over "
+                "both. Fewer than six seeds can't reach p = .05 in the test over seeds, which the longer tables have."
+            )
+        else:
+            how = (
+                f"base, model: {means}. difference: paired by seed and sample, with its 95 % interval over both. p: of "
+                "the signs of the seeds' differences; fewer than six seeds can't reach .05. Speed is what these runs "
+                "had; `bench speed` measures it."
+            )
         return [
-            "base, model: means over the seeds and samples that both have. difference: paired by seed and sample, with "
-            "its 95 % interval over both. p: of the signs of the seeds' differences; fewer than six seeds can't "
-            "reach .05. Speed is what these runs had; `bench speed` measures it.",
+            how,
             *([f"{intervals} intervals, not corrected for being so many."] if intervals > 1 else []),
-            *([f"{', '.join(rules)}: rules without a model, on the same samples."] if rules else []),
+            *([f"{', '.join(rules)}: rules without a model, on the same samples."] if rules and not summary else []),
             *self.notes,
         ]
 
