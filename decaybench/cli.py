@@ -542,38 +542,81 @@ def compare(
         typer.Option(metavar="KEY=VALUE", help="Of a leaderboard only records with this setting; may be repeated."),
     ] = None,
     file: Board = _BOARD,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help="A setting that may differ too, e.g. training.state_passing; alone without --base. KEY=VALUE: run "
+            "--task with and without it. May be repeated.",
+        ),
+    ] = None,
+    equal: Annotated[
+        str | None,
+        typer.Option(
+            help="state: only models whose states have as many numbers, to 5 %; with --addon the base's is sized so."
+        ),
+    ] = None,
     distance: Annotated[bool, typer.Option("--distance", help="Also by octave of the distance.")] = False,
+    summary: Annotated[bool, typer.Option("--summary", help="One table: a row a model, a column a length.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Tables in Markdown.")] = False,
     json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
     """Did an add-on help, or the seed? Differences paired by seed and sample, with intervals and an exact test."""
     from decaybench.core.files import readable_json
-    from decaybench.harness.compare import compare_addon, compare_entries, compare_runs
+    from decaybench.harness.compare import compare_addon, compare_entries, compare_runs, compare_setting
     from decaybench.harness.progress import Progress
 
-    if addon is not None:
-        found = compare_addon(
-            task or "mqar",
-            model or "mamba2",
-            addon,
-            seeds=[_integer("--seeds", part) for part in seeds.split(",")],
-            preset=preset,
-            settings=settings or (),
-            out=out,
-            progress=Progress(quiet=quiet),
-        )
+    varied = vary or []
+    made = [setting for setting in varied if "=" in setting]
+    if addon is not None or made:
+        _check_made(addon, varied, made, runs, base, where, equal)
+        how: dict[str, Any] = {
+            "seeds": [_integer("--seeds", part) for part in seeds.split(",")],
+            "preset": preset,
+            "settings": settings or (),
+            "out": out,
+            "progress": Progress(quiet=quiet),
+        }
+        of = task or "mqar", model or "mamba2"
+        found = compare_setting(*of, made[0], **how) if made else compare_addon(*of, addon or "", equal=equal, **how)
     elif runs:
-        found = compare_runs(runs, base=base)
+        found = compare_runs(runs, base=base, vary=varied, equal=equal)
     else:
         models = [part.strip() for part in model.split(",")] if model else []
-        found = compare_entries(file, task=task, models=models, where=where or (), base=base)
+        found = compare_entries(file, task=task, models=models, where=where or (), base=base, vary=varied, equal=equal)
     if json:
         _write(readable_json(found.plain()))
         return
-    for table in found.tables(distance=distance):
-        _print(table)
-    for remark in found.remarks():
-        _print(remark)
+    for grid in found.summaries() if summary else found.tables(distance=distance):
+        if markdown:
+            _write(grid.markdown() + "\n")
+        else:
+            _print(grid.table())
+    for remark in found.remarks(summary=summary):
+        if markdown:
+            _write(remark + "\n")
+        else:
+            _print(remark)
+
+
+def _check_made(
+    addon: str | None,
+    varied: Sequence[str],
+    made: Sequence[str],
+    runs: Sequence[Path] | None,
+    base: str | None,
+    where: Sequence[str] | None,
+    equal: str | None,
+) -> None:
+    """Refuse what would be ignored where runs are made. Raises UserError."""
+    flag = f"--vary {made[0]}" if made else f"--addon {addon}"
+    if len(varied) + (addon is not None) > 1:
+        raise UserError(f"{flag} makes runs of one treatment: leave out the other --addon and --vary")
+    unused = {"--base": base, "--where": where, "RUN": runs, "--equal": equal if made else None}
+    for name, value in unused.items():
+        if value:
+            raise UserError(f"{flag} makes its runs itself: leave out {name}")
 
 
 @app.command()

@@ -69,6 +69,17 @@ class Layout:
         return torch.where(counts > 0, last, otherwise)
 
 
+def going_on(positions: Tensor, seen: Tensor) -> Tensor:
+    """positions [B, T] of rows whose first document goes on after `seen` [B] tokens of it that came before.
+
+    Documents that start later in a row stay as they are, and so do rows that have seen nothing.
+    """
+    real = positions != 0
+    count = real.cumsum(1)
+    later = ((positions == 1) & (count > 1)).cumsum(1) > 0
+    return torch.where(real & ~later & (seen > 0)[:, None], seen[:, None] + count, positions)
+
+
 def compaction(positions: Tensor) -> Tensor | None:
     """The order [B, T] that moves each row's padding to its end, or None where it stands there already."""
     padding = positions == 0

@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from decaybench.core.errors import UserError
 from decaybench.core.names import unknown
 from decaybench.harness.addons import ADDONS
+from decaybench.harness.config import RunConfig
+from decaybench.harness.equal_state import sized_state
 from decaybench.harness.presets import configure
 from decaybench.harness.progress import Progress
 from decaybench.harness.run import carry_out_all
 from decaybench.results.comparison import chosen
 from decaybench.results.leaderboard import read_leaderboard
-from decaybench.results.pairs import Comparisons, compare
+from decaybench.results.pairs import Comparisons, Equal, compare
 from decaybench.results.record import Record, read_record
 from decaybench.results.run_folder import find_evaluations
 
 
-def compare_runs(runs: Sequence[Path], *, base: str | None = None) -> Comparisons:
-    """Every evaluation of these run folders. Raises UserError where there is nothing to compare (`results.pairs`)."""
-    return _compared([read_record(found.record_path) for run in runs for found in find_evaluations(run)], base)
+def compare_runs(
+    runs: Sequence[Path], *, base: str | None = None, vary: Sequence[str] = (), equal: str | None = None
+) -> Comparisons:
+    """Every evaluation of these run folders; of runs that aren't finished a note says so.
+
+    base, vary, equal: see `results.pairs.compare`. Raises UserError where there is nothing to compare.
+    """
+    records, unfinished = [], []
+    for run in runs:
+        try:
+            records += [read_record(found.record_path) for found in find_evaluations(run)]
+        except UserError:
+            if len(runs) == 1 or not (run / "config.yaml").is_file():
+                raise
+            unfinished.append(f"{run.name} left out: it has no finished evaluation")
+    found = _compared(records, base, vary, equal)
+    return replace(found, notes=(*found.notes, *unfinished))
 
 
 def compare_entries(
@@ -31,6 +48,8 @@ def compare_entries(
     models: Sequence[str] = (),
     where: Iterable[str] = (),
     base: str | None = None,
+    vary: Sequence[str] = (),
+    equal: str | None = None,
 ) -> Comparisons:
     """The records of a leaderboard: of one task, of these architectures (none: all), and with these settings."""
     records = read_leaderboard(file)
@@ -38,7 +57,7 @@ def compare_entries(
         records = _of("task", [task], [(record.task.name, record) for record in records])
     if models:
         records = _of("model", models, [(record.model.architecture, record) for record in records])
-    return _compared(chosen(records, where), base)
+    return _compared(chosen(records, where), base, vary, equal)
 
 
 def compare_addon(
@@ -50,24 +69,73 @@ def compare_addon(
     preset: str | None = None,
     settings: Iterable[str] = (),
     out: Path | None = None,
+    equal: str | None = None,
     progress: Progress,
 ) -> Comparisons:
-    """A model with an add-on and without, for each seed; runs that are finished already are not done again."""
+    """A model with an add-on and without, for each seed; runs that are finished already are not done again.
+
+    equal: state, the model without it is sized so that its state has the most nearly as many numbers.
+    """
     if addon not in ADDONS:
         raise unknown("add-on", addon, ADDONS)
-    records: list[Record] = []
-    without: dict[str, Any] = {"model.name": model, "out": None if out is None else str(out)}
-    for flags in (without, {**without, f"model.{addon}": {}}):
-        configs = configure(task, preset=preset, flags=flags, settings=settings, seeds=seeds)
-        records += [outcome.record for outcome in carry_out_all(configs, progress=progress)]
-    return _compared(records, None)
+    flags: dict[str, Any] = {"model.name": model, "out": None if out is None else str(out)}
+    how: dict[str, Any] = {"preset": preset, "seeds": seeds}
+    without = configure(task, flags=flags, settings=settings, **how)
+    others = configure(task, flags={**flags, f"model.{addon}": {}}, settings=settings, **how)
+    if _checked(equal) is None:
+        return _compared(_records(without + others, progress), None)
+    sized = sized_state(without[0].model, others[0].model)
+    said = sized.said(without[0].model.cell, others[0].model.cell)
+    progress.say(said)
+    if not sized.changed:
+        found = _compared(_records(without + others, progress), None)
+    else:
+        without = configure(task, flags={**flags, sized.key: sized.value}, settings=settings, **how)
+        found = _compared(_records(without + others, progress), without[0].model.cell, [sized.key])
+    return replace(found, notes=(*found.notes, said))
 
 
-def _compared(records: Sequence[Record], base: str | None) -> Comparisons:
+def compare_setting(
+    task: str,
+    model: str,
+    setting: str,
+    *,
+    seeds: Sequence[int],
+    preset: str | None = None,
+    settings: Iterable[str] = (),
+    out: Path | None = None,
+    progress: Progress,
+) -> Comparisons:
+    """A model with a setting, KEY=VALUE, and without, for each seed; finished runs are not done again."""
+    flags: dict[str, Any] = {"model.name": model, "out": None if out is None else str(out)}
+    how: dict[str, Any] = {"flags": flags, "preset": preset, "seeds": seeds}
+    settings = list(settings)
+    without = configure(task, settings=settings, **how)
+    others = configure(task, settings=[*settings, setting], **how)
+    if without[0].training_hash == others[0].training_hash:
+        raise UserError(f"--vary {setting}: the run without it has that too, so there is nothing to compare")
+    return _compared(_records(without + others, progress), None, [setting.partition("=")[0].strip()])
+
+
+def _records(configs: Sequence[RunConfig], progress: Progress) -> list[Record]:
+    return [outcome.record for outcome in carry_out_all(configs, progress=progress)]
+
+
+def _compared(
+    records: Sequence[Record], base: str | None, vary: Sequence[str] = (), equal: str | None = None
+) -> Comparisons:
     if len({record.task.name for record in records}) > 1 and base is not None:
         names = sorted({record.task.name for record in records})
         raise UserError(f"--base needs records of one task, not of {', '.join(names)}; choose with --task")
-    return compare(records, tuple(ADDONS), base)
+    return compare(records, tuple(ADDONS), base, vary=vary, equal=_checked(equal))
+
+
+def _checked(equal: str | None) -> Equal | None:
+    if equal is None:
+        return None
+    if equal != "state":
+        raise unknown("--equal", equal, ["state"])
+    return "state"
 
 
 def _of(what: str, wanted: Sequence[str], named: Sequence[tuple[str, Record]]) -> list[Record]:

@@ -17,6 +17,7 @@ from decaybench.harness.plans import make_plan
 from decaybench.models.config import ModelConfig
 from decaybench.models.language_model import build_model
 from decaybench.models.module import Decayed
+from decaybench.models.registry import get_architecture
 from decaybench.results.run_folder import RunFolder
 from decaybench.tasks.base import Cell, EvaluationConfig, Task, TaskConfig
 from decaybench.tasks.registry import get_task, make_task
@@ -55,6 +56,16 @@ class TrainingConfig(Config):
         lt=1,
         description="share of training labels replaced by another of the task's values; none or 0: no noise",
     )
+    state_passing: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="share of sequences that start from the final state of one of the step before, not empty; none or "
+        "0: none does",
+    )
+    state_passing_after: int | None = Field(
+        default=None, ge=1, description="steps before states are passed; none: they are from the beginning"
+    )
     learning_rate: float = Field(default=1e-2, gt=0, lt=10, description="highest learning rate")
     schedule: Literal["hold", "cosine", "cosine-by-epoch", "linear-by-epoch"] = Field(
         default="hold",
@@ -86,9 +97,17 @@ class TrainingConfig(Config):
             raise ValueError(f"training.floor={self.floor:g} is above training.learning_rate={self.learning_rate:g}")
         return self
 
-    @field_validator("label_noise")
+    @model_validator(mode="after")
+    def _states_passed_after(self) -> TrainingConfig:
+        if self.state_passing_after is not None and self.state_passing is None:
+            raise ValueError(
+                f"training.state_passing_after={self.state_passing_after} needs training.state_passing, the share"
+            )
+        return self
+
+    @field_validator("label_noise", "state_passing")
     @classmethod
-    def _no_noise_is_none(cls, share: float | None) -> float | None:
+    def _no_share_is_none(cls, share: float | None) -> float | None:
         """So that a run with 0 is the run without."""
         return share or None
 
@@ -159,6 +178,15 @@ class RunConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _state_that_can_be_passed(self) -> RunConfig:
+        share, name = self.training.state_passing, self.model.name
+        if share is not None and get_architecture(name).state_grows:
+            raise ValueError(
+                f"training.state_passing={share:g} is for recurrences: the state of {name} grows with every token"
+            )
+        return self
+
     @property
     def training_hash(self) -> str:
         """Hash of all that the trained weights are a function of."""
@@ -224,7 +252,11 @@ def make_config(*layers: Mapping[str, Any]) -> RunConfig:
         merge(data, _as_data(layer))
     config = parse(RunConfig, data)
     if config.checkpoint is None:  # a checkpoint brings its own training length: the run checks against that one
-        make_plan(make_task(config.task).stages(), config.training, config.seed)
+        plan = make_plan(make_task(config.task).stages(), config.training, config.seed)
+        if (after := config.training.state_passing_after) is not None and after >= plan.total_steps:
+            raise UserError(
+                f"training.state_passing_after={after}: no state would be passed in {plan.total_steps} steps"
+            )
         evaluation_cells(make_task(config.task), config.evaluation, config.task.train_length)
         _build_without_values(config.model)
     return config

@@ -36,6 +36,7 @@ from decaybench.harness.rule_lines import SAID, draw_rules
 from decaybench.models.registry import architectures
 from decaybench.results.comparison import comparable
 from decaybench.results.leaderboard import BITS, Row, differences, read_leaderboard
+from decaybench.results.record import TRAINED_WITH, said_of_training
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -197,8 +198,10 @@ def _caption(lines: Sequence[Row], width: int) -> str:
     sizes = {name: {row.settings.get(f"model.{name}") for row in lines} for name in ("d_model", "n_layers")}
     told = [f"{name} {size}" for name, several in sizes.items() if len(several) == 1 for size in several - {None}]
     told.append(_span([row.parameters for row in lines], "parameter"))
-    if noise := lines[0].settings.get("training.label_noise"):  # the same in all lines of a figure
-        told.append(f"trained with label noise {noise:g}")
+    # The same in all lines of a figure.
+    shares = {key: lines[0].settings[name] for key in TRAINED_WITH if (name := f"training.{key}") in lines[0].settings}
+    if shares:
+        told.append(f"trained with {said_of_training(shares)}")
     rules = [f"{SAID}, on the same samples"] if any(point.references for point in points) else []
     if lines[0].measure == BITS:
         rules.append(

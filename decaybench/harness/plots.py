@@ -40,7 +40,7 @@ from decaybench.harness.drawing import (
 )
 from decaybench.harness.rule_lines import SAID, draw_levels, draw_rules
 from decaybench.harness.text_plots import bits_by_length, bits_by_position
-from decaybench.results.record import CellResult, DistanceBin, Group, Record, groups, label_noise
+from decaybench.results.record import CellResult, DistanceBin, Group, Record, groups, said_of_training, trained_with
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -235,8 +235,8 @@ def _distance(record: Record) -> Figure:
 
 def _title(record: Record, variants: Sequence[str], shown: str) -> str:
     asked = f"{record.task.name} {variants[0]}" if len(variants) == 1 else record.task.name
-    noise = label_noise(record)
-    trained = f", trained with label noise {noise:g}," if noise else ""
+    said = said_of_training(trained_with(record))
+    trained = f", trained with {said}," if said else ""
     return f"{record.model.cell}{trained} on {asked}: {shown}"
 
 

@@ -95,6 +95,11 @@ def _carry_out(config: RunConfig, force: bool, progress: Progress, world: World)
     cells = evaluation_cells(task, config.evaluation, train_length)
     task.ready(cells, config.evaluation.samples)
     backend, why = resolve_backend(config.backend, config.model.name)
+    if checkpoint is None and config.training.state_passing is not None and world.size > 1:
+        raise UserError(
+            f"training.state_passing={config.training.state_passing:g} is for one process, and here are {world.size}: "
+            "each would pass the states of its own sequences alone"
+        )
     folder, evaluation = _places(config, checkpoint)
     if world.first:
         folder = RunFolder.open(folder.path, force=force)
@@ -290,6 +295,7 @@ def checkpoint_info(named: str | None, checkpoint: Checkpoint) -> CheckpointInfo
         train_length=checkpoint.train_length,
         longest_trained=checkpoint.longest_trained,
         label_noise=checkpoint.label_noise,
+        state_passing=checkpoint.state_passing,
     )
 
 

@@ -1,7 +1,8 @@
 """Training: AdamW with a schedule, over a plan of batches, resumable at any moment to the same outcome.
 
-A checkpoint holds the weights, the optimiser's averages and the plan's state; everything else is a function of the
-step. So a run that was killed, however often, ends with the weights of one that wasn't (on the same machine).
+A checkpoint holds the weights, the optimiser's averages, the plan's state and the states that are passed on to the next
+step's sequences (harness.state_passing); everything else is a function of the step. So a run that was killed, however
+often, ends with the weights of one that wasn't (on the same machine).
 
 The loss of a step is the sum over its batch's labels over their number, whoever computes which part of it: a batch may
 be cut into parts that are computed one after the other, and shared among processes (harness.distributed). Checkpoints
@@ -29,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from decaybench.core.errors import RunError, UserError
 from decaybench.core.hashing import key64
+from decaybench.core.positions import going_on
 from decaybench.harness.config import RunConfig, TrainingConfig
 from decaybench.harness.distributed import (
     ALONE,
@@ -42,6 +44,7 @@ from decaybench.harness.distributed import (
 from decaybench.harness.interrupt import Stop
 from decaybench.harness.plans import Plan, make_plan
 from decaybench.harness.progress import Progress
+from decaybench.harness.state_passing import STATES_FILE, StatePassing
 from decaybench.harness.tensorboard import tensorboard
 from decaybench.models.checkpoints import (
     MODEL_FILE,
@@ -53,6 +56,7 @@ from decaybench.models.checkpoints import (
 )
 from decaybench.models.language_model import LanguageModel, build_model
 from decaybench.models.module import Decayed, Treatment, treatments
+from decaybench.models.state import ModelState
 from decaybench.results.record import StageInfo, TrainingInfo
 from decaybench.results.run_folder import RunFolder
 from decaybench.tasks.base import IGNORED, Batch, Shape, Stage, Task
@@ -97,6 +101,7 @@ class _Work:
     averages: _Averages
     batches: list[int]  # by stage, trained on so far
     seed: int
+    passing: StatePassing | None = None
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -110,10 +115,23 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The sum of the labels' cross-entropies (nats), and how many were the first choice. All int64 [B, T]."""
-        scores = self.model.score(tokens, labels, positions)
-        return scores.nats.sum(), (scores.first == labels[labels != IGNORED]).sum()
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        positions: Tensor | None,
+        state: ModelState | None = None,
+        *,
+        output_state: bool = False,
+    ) -> tuple[Tensor, Tensor, ModelState | None]:
+        """The sum of the labels' cross-entropies (nats), how many were the first choice, and the state at the end.
+
+        tokens, labels, positions: int64 [B, T], the positions as if there was no state. state: what rows start from.
+        """
+        if state is not None and positions is not None:
+            positions = going_on(positions, state.seen)
+        scores = self.model.score(tokens, labels, positions, state, output_state=output_state)
+        return scores.nats.sum(), (scores.first == labels[labels != IGNORED]).sum(), scores.state
 
 
 def train(
@@ -230,7 +248,10 @@ def _start(config: RunConfig, folder: RunFolder, device: str, backend: str, prog
         eps=training.eps,
         fused=True,
     )
-    work = _Work(model, objective, optimiser, plan, _Averages(), [0] * len(stages), config.seed)
+    passing = None
+    if training.state_passing is not None:
+        passing = StatePassing(training.state_passing, config.seed, training.state_passing_after or 0)
+    work = _Work(model, objective, optimiser, plan, _Averages(), [0] * len(stages), config.seed, passing)
     if found is not None:
         _go_on(work, found, progress)
     return work
@@ -340,11 +361,15 @@ def _one_step(work: _Work, config: RunConfig, parts: Sequence[Batch], device: st
     all_labels, all_tokens = world.sums(sum(asked), tokens)
     work.optimiser.zero_grad(set_to_none=True)
     sums = torch.zeros(2, dtype=torch.float64, device=device)
+    passing = work.passing
+    starts = passing.starts(work.step, [len(part.tokens) for part in parts]) if passing else [None] * len(parts)
+    keep, ends = passing is not None and passing.wants(work.step), []
     with _dropout_of_step(work, world):
-        for number, part in enumerate(parts, start=1):
+        for number, (part, start) in enumerate(zip(parts, starts, strict=True), start=1):
             with part_of_step(work.objective, last=number == len(parts)):
                 with matmul_dtype(training.dtype, device):
-                    nats, right = work.objective(*to_tensors(part, device))
+                    nats, right, end = work.objective(*to_tensors(part, device), start, output_state=keep)
+                ends.append(end)
                 # Shared gradients are the mean over processes, and the loss is the sum over them.
                 (nats / (all_labels / world.size)).backward()
             sums += torch.stack([nats.detach(), right])
@@ -362,6 +387,8 @@ def _one_step(work: _Work, config: RunConfig, parts: Sequence[Batch], device: st
             )
     work.optimiser.step()
     work.tokens += int(all_tokens)
+    if passing and keep:
+        passing.keep(ends)
     return loss, accuracy
 
 
@@ -396,11 +423,13 @@ def _save(work: _Work, config: RunConfig, stages: Sequence[Stage], folder: RunFo
         "longest_trained": _longest_trained(work.batches, stages),
         "training_hash": config.training_hash,
         **({} if config.training.label_noise is None else {"label_noise": config.training.label_noise}),
+        **({} if config.training.state_passing is None else {"state_passing": config.training.state_passing}),
         **({} if (reader := make_task(config.task).tokenizer_sha256) is None else {"tokenizer_sha256": reader}),
     }
     model = _model_of(config, weights) if sharded else work.model
     path = folder.checkpoint / f"step-{work.step:08d}"
-    write_checkpoint(path, model, config.seed, facts, {_OPTIMISER_FILE: averages})
+    states = {STATES_FILE: work.passing.tensors()} if work.passing else {}
+    write_checkpoint(path, model, config.seed, facts, {_OPTIMISER_FILE: averages, **states})
     others = [other for other in checkpoints_in(folder.checkpoint) if other != path]
     before = max((other for other in others if other.name < path.name), default=None)
     for other in others:  # the one before stays, in case the newest is damaged later
@@ -454,6 +483,8 @@ def _go_on(work: _Work, found: Checkpoint, progress: Progress) -> None:
     for key, value in found.tensors(_OPTIMISER_FILE).items():
         name, _, part = key.rpartition("/")
         work.optimiser.state[parameters[name]][part] = placed_like(value, parameters[name])
+    if work.passing:
+        work.passing.restore(found.tensors(STATES_FILE), work.model)
     facts = found.facts
     try:
         work.step, work.tokens, work.seconds = facts["step"], facts["tokens"], facts["seconds"]

@@ -67,6 +67,11 @@ class Checkpoint:
         """The share of training labels that were replaced, as the writer states; None where it states none."""
         return self.facts.get("label_noise")
 
+    @property
+    def state_passing(self) -> float | None:
+        """The share of training sequences that started from another's state, as the writer states, or None."""
+        return self.facts.get("state_passing")
+
     def tensors(self, file: str) -> dict[str, Tensor]:
         """The tensors of one file, on the CPU. Raises UserError on a damaged file."""
         try:
@@ -138,9 +143,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             raise UserError(
                 f"checkpoint {folder} is damaged: {_FACTS} has {key}={facts[key]!r}, not a number of tokens"
             )
-    noise = facts.get("label_noise")
-    if noise is not None and (type(noise) not in (int, float) or not 0 <= noise < 1):
-        raise UserError(f"checkpoint {folder} is damaged: {_FACTS} has label_noise={noise!r}, not a share")
+    for key in ("label_noise", "state_passing"):
+        share = facts.get(key)
+        if share is not None and (type(share) not in (int, float) or not 0 <= share <= 1):
+            raise UserError(f"checkpoint {folder} is damaged: {_FACTS} has {key}={share!r}, not a share")
     for name, sha256 in files.items():
         if not _FILE_NAME.fullmatch(name):  # never look outside the folder
             raise UserError(f"checkpoint {folder} is damaged: {name[:40]!r} is no file name")

@@ -29,7 +29,9 @@ class Architecture:
     The mixer is built as `mixer(config, place)` (models.branch.Place); addons: those that it takes, by name, and what
     each changes in it. backends: implementations of its recurrence, best first. gates: what post.gate may be;
     dt_bias_gates: those with a dt_bias. ffn: the kind of FFN that its language models have. equation: its recurrence;
-    verified: what it was compared with.
+    verified: what it was compared with. state_grows: whether its state grows with every token;
+    state_size: the size of its mixer that the state grows with, and little else does, to make states equal by; empty:
+    none.
     """
 
     name: str
@@ -44,6 +46,8 @@ class Architecture:
     ffn: str = "swiglu"
     equation: str = ""
     verified: str = ""
+    state_grows: bool = False
+    state_size: str = ""
 
     def config_class(self) -> type[Config]:
         """The class of its own sizes."""
@@ -68,6 +72,7 @@ _BUILT_IN = (
         dt_bias_gates=("baseline",),
         equation="S_t = exp(-exp(A_log) dt_t) S_{t-1} + dt_t B_t x_t^T,  y_t = C_t^T S_t + D x_t",
         verified="transformers' Mamba2ForCausalLM and mamba-ssm's SSD kernel, forward and gradients",
+        state_size="d_state",
     ),
     Architecture(
         "rwkv7",
@@ -84,6 +89,7 @@ _BUILT_IN = (
         equation="S_t = S_{t-1} (diag(w_t) - kk_t (a_t kk_t)^T) + v_t k_t^T,  "
         "log w_t = -e^(-1/2) sigmoid(w0 + LoRA(x_t))",
         verified="flash-linear-attention's layer and kernels, forward and gradients; rwkv.cpp's logits",
+        state_size="head_dim",
     ),
     Architecture(
         "gated_deltanet",
@@ -98,6 +104,7 @@ _BUILT_IN = (
         dt_bias_gates=("baseline",),
         equation="S_t = exp(-exp(A_log) dt_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T",
         verified="flash-linear-attention's layer and kernels, forward and gradients",
+        state_size="head_dim",
     ),
     Architecture(
         "gla",
@@ -113,6 +120,7 @@ _BUILT_IN = (
         dt_bias_gates=("softplus",),
         equation="S_t = diag(exp(log_decay_t)) S_{t-1} + k_t v_t^T,  log_decay_t = logsigmoid(W2 W1 x_t + b) / 16",
         verified="flash-linear-attention's layer and kernels, forward and gradients",
+        state_size="expand_k",
     ),
     Architecture(
         "retnet",
@@ -128,6 +136,7 @@ _BUILT_IN = (
         dt_bias_gates=("softplus",),
         equation="S_t = gamma S_{t-1} + k_t v_t^T,  gamma_h = 1 - 2^(-5-h)",
         verified="flash-linear-attention's layer and kernels, forward and gradients",
+        state_size="expand_k",
     ),
     Architecture(
         "attention",
@@ -138,6 +147,7 @@ _BUILT_IN = (
         addons={"bft": "a key counts by its token's precision: softmax(logit + log lbar)"},
         equation="o_t = sum_{j <= t} softmax_j(q_t . k_j / sqrt(K)) v_j",
         verified="a plain loop over softmax and rotations",
+        state_grows=True,
     ),
 )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 S = TypeVar("S")
@@ -63,3 +65,29 @@ def map_tensors(state: S, fn: Any) -> S:
     if isinstance(state, tuple):
         return tuple(map_tensors(part, fn) for part in state)  # type: ignore[return-value]
     return state
+
+
+def concatenated(states: Sequence[ModelState]) -> ModelState:
+    """The rows of several states, one after the other."""
+    parts = iter([torch.cat(several) for several in zip(*map(tensors, states), strict=True)])
+    return map_tensors(states[0], lambda _: next(parts))
+
+
+def named_tensors(state: ModelState) -> dict[str, Tensor]:
+    """All tensors of a state by their place in it: 0, 1, …"""
+    return {str(place): tensor for place, tensor in enumerate(tensors(state))}
+
+
+def filled(like: ModelState, named: Mapping[str, Tensor]) -> ModelState:
+    """The state that gave these `named_tensors`, of the structure and on the device of `like`.
+
+    Raises ValueError where the numbers or shapes of tensors differ in more than rows.
+    """
+    wanted = named_tensors(like)
+    if wanted.keys() != named.keys():
+        raise ValueError(f"it has {len(named)} tensors, not {len(wanted)}")
+    for name, tensor in wanted.items():
+        if named[name].shape[1:] != tensor.shape[1:] or len(named[name]) != len(named["0"]):
+            raise ValueError(f"tensor {name} is {list(named[name].shape)}, a row of it {list(tensor.shape[1:])}")
+    given = iter([named[name].to(tensor.device) for name, tensor in wanted.items()])
+    return map_tensors(like, lambda _: next(given))

@@ -1,9 +1,9 @@
 """Which rows of a leaderboard may stand in one figure: like with like, one experiment a model.
 
 Equal must be what was asked (the task's rules, its evaluation, the training length that lengths are multiples of, the
-samples themselves), how many training labels were wrong, and the models' width and depth, but of language models, whose
-sizes are made to have as many parameters. Else training may differ from model to model: each architecture has its own
-learning rate.
+samples themselves), how many training labels were wrong and how many training sequences started from another's state,
+and the models' width and depth, but of language models, whose sizes are made to have as many parameters. Else training
+may differ from model to model: each architecture has its own learning rate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from decaybench.core.config import apply_settings
 from decaybench.core.errors import UserError
 from decaybench.core.names import unknown
 from decaybench.results.leaderboard import BITS, Row, differences, distinct, rows, settings_of, short
-from decaybench.results.record import Record
+from decaybench.results.record import TRAINED_WITH, Record
 
 _SHARED = (
     "harness_version",
@@ -23,7 +23,7 @@ _SHARED = (
     "train_length",
     "task.",
     "evaluation.",
-    "training.label_noise",
+    *(f"training.{key}" for key in TRAINED_WITH),
 )
 _SIZES = ("model.d_model", "model.n_layers")
 _CONTROL = "model.bft.control"  # what stands in the place of BFT's filter: none, or a gate

@@ -23,13 +23,15 @@ from decaybench.core.files import atomic_write_json, read_json, writing
 from decaybench.core.hashing import digest
 from decaybench.results.record import (
     ENOUGH,
+    TRAINED_WITH,
     CellResult,
     Coordinates,
     PositionBin,
     Record,
     check_counts,
-    label_noise,
     parse_record,
+    said_of_training,
+    trained_with,
     without_depth,
 )
 
@@ -217,8 +219,8 @@ def settings_of(record: Record) -> dict[str, Any]:
         chosen["training"] = {**_without(record.training.config, "seed", "learning_rate"), "selected": grid}
     if record.checkpoint:
         chosen["checkpoint"] = record.checkpoint.sha256
-        if noise := label_noise(record):
-            chosen["training"] = {"label_noise": noise}
+        if shares := trained_with(record):
+            chosen["training"] = shares
     return flat(chosen)
 
 
@@ -266,9 +268,10 @@ def table(records: Sequence[Record]) -> Table:
 
 
 def _model(row: Row) -> str:
-    """The model's name; what it was trained on belongs to it where that was wrong in part."""
-    noise = row.settings.get("training.label_noise")
-    return f"{row.model}, label noise {noise:g}" if isinstance(noise, int | float) else row.model
+    """The model's name; what it was trained with belongs to it where that isn't the task's own training."""
+    shares = {key: row.settings.get(f"training.{key}") for key in TRAINED_WITH}
+    said = said_of_training({key: share for key, share in shares.items() if isinstance(share, int | float)})
+    return f"{row.model}, {said}" if said else row.model
 
 
 def _shown(values: dict[str, float], names: Sequence[str]) -> list[str]:

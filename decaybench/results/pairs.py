@@ -2,7 +2,8 @@
 
 An experiment is all records that differ in nothing but the seed, the lengths and the samples asked. Two of them are
 compared on the seeds and samples that both have, and only where every other setting is equal: a difference that two
-learning rates make is nobody's add-on's.
+learning rates make is nobody's add-on's. What may differ beside add-ons is named (`vary`), and so is what must not,
+where it follows from the settings (`equal`: the counted state).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,12 +22,13 @@ from decaybench.core.names import unknown
 from decaybench.core.scoring import Metric, score
 from decaybench.results.differences import Difference, Float64, paired_difference, seed_difference
 from decaybench.results.leaderboard import columns, placed, settings_of, short
+from decaybench.results.pair_tables import Grid, comparison_grid, summary_grid
 from decaybench.results.record import CellResult, Record
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 _CELL = "model.cell"
+_AS_LARGE = 0.05  # states that are said to be equal differ by no larger share
+
+Equal = Literal["state"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Comparison:
 
     loss: the difference of the final training losses, nats; None: trained elsewhere.
     speed: training tokens/s as a multiple of the base's, the geometric mean over seeds; None where device or threads
-    differ. parameters, state: as multiples of the base's.
+    differ. parameters, state: as multiples of the base's. state_elements: the numbers in both states, the base's first.
     """
 
     task: str
@@ -66,6 +68,7 @@ class Comparison:
     speed: float | None
     parameters: float
     state: float | None
+    state_elements: tuple[int, int]
 
     def plain(self) -> dict[str, Any]:
         """JSON-able."""
@@ -93,6 +96,7 @@ class Comparison:
             "speed": self.speed,
             "parameters": self.parameters,
             "state": self.state,
+            "state_elements": list(self.state_elements),
         }
 
 
@@ -107,20 +111,37 @@ class Comparisons:
         """JSON-able."""
         return {"comparisons": [one.plain() for one in self.found], "notes": list(self.notes)}
 
-    def tables(self, *, distance: bool = False) -> list[Table]:
+    def tables(self, *, distance: bool = False) -> list[Grid]:
         """A table a comparison. distance: also by octave of the distance."""
-        return [_table(one, distance=distance) for one in self.found]
+        return [comparison_grid(one, distance=distance) for one in self.found]
 
-    def remarks(self) -> list[str]:
-        """How the tables are to be read, then the notes."""
+    def summaries(self) -> list[Grid]:
+        """A table a task: a row a model, a column a length."""
+        tasks: dict[str, list[Comparison]] = {}
+        for one in self.found:
+            tasks.setdefault(one.task, []).append(one)
+        return [summary_grid(several) for several in tasks.values()]
+
+    def remarks(self, *, summary: bool = False) -> list[str]:
+        """How the tables, or their summaries, are to be read, then the notes."""
         intervals = sum(len(one.lines) for one in self.found)
         rules = dict.fromkeys(name for one in self.found for line in one.lines for name in line.references)
+        means = "means over the seeds and samples that both have"
+        if summary:
+            how = (
+                f"Without a sign: the base's {means}. Differences are paired by seed and sample, intervals are over "
+                "both. Fewer than six seeds can't reach p = .05 in the test over seeds, which the longer tables have."
+            )
+        else:
+            how = (
+                f"base, model: {means}. difference: paired by seed and sample, with its 95 % interval over both. p: of "
+                "the signs of the seeds' differences; fewer than six seeds can't reach .05. Speed is what these runs "
+                "had; `bench speed` measures it."
+            )
         return [
-            "base, model: means over the seeds and samples that both have. difference: paired by seed and sample, with "
-            "its 95 % interval over both. p: of the signs of the seeds' differences; fewer than six seeds can't "
-            "reach .05. Speed is what these runs had; `bench speed` measures it.",
+            how,
             *([f"{intervals} intervals, not corrected for being so many."] if intervals > 1 else []),
-            *([f"{', '.join(rules)}: rules without a model, on the same samples."] if rules else []),
+            *([f"{', '.join(rules)}: rules without a model, on the same samples."] if rules and not summary else []),
             *self.notes,
         ]
 
@@ -138,12 +159,22 @@ class _Experiment:
     def first(self) -> Record:
         return next(iter(self.records.values()))[0]
 
+    @property
+    def state(self) -> int:
+        """The numbers in its state."""
+        return sum(self.first.model.state_elements)
+
     def without(self, part: str) -> dict[str, Any]:
         """Its settings without one add-on's."""
-        return _without(self.settings, [part])
+        return _without(self.settings, [f"model.{part}"])
 
     def has(self, part: str) -> bool:
         return self.without(part) != _without(self.settings, [])
+
+    def named(self, keys: Sequence[str]) -> str:
+        """Its cell's name, with the settings among `keys` that it has: mamba2, state_passing=0.5."""
+        own = [f"{key.rpartition('.')[2]}={short(self.settings[key])}" for key in keys if key in self.settings]
+        return ", ".join([self.cell, *own])
 
     def cells(self, seed: int) -> dict[str, tuple[str, CellResult]]:
         """Its cells of one seed with their columns, by name; of one asked twice, that with more samples."""
@@ -155,27 +186,45 @@ class _Experiment:
         return found
 
 
-def compare(records: Iterable[Record], parts: Sequence[str], base: str | None = None) -> Comparisons:
+def compare(
+    records: Iterable[Record],
+    parts: Sequence[str],
+    base: str | None = None,
+    *,
+    vary: Sequence[str] = (),
+    equal: Equal | None = None,
+) -> Comparisons:
     """Every model against its base.
 
     parts: the keys of a model's configuration that are add-ons (post, bft). base: a cell's name, mamba2+bft: every
     model that differs from it in add-ons alone is compared with it; None: each model with an add-on is compared with
-    the same model without that add-on. Raises UserError where there is nothing to compare, saying why.
+    the same model without that add-on.
+    vary: settings that may differ too, by their dotted keys (training.state_passing; with a base also all below a key,
+    model): without a base they alone may, and the base is the experiment that has none of them, else the least.
+    equal: state, of these only models whose counted states are alike to 5 %.
+    Raises UserError where there is nothing to compare, saying why.
     """
     experiments = _experiments(records, parts)
+    _check_keys(vary, experiments, base)
     notes: list[str] = []
+    if vary or base is not None:
+        pairs = list(_against_base(experiments, parts if base is not None else (), base, vary, notes))
+    else:
+        pairs = list(_with_and_without(experiments, parts))
+    if equal == "state":
+        pairs = [pair for pair in pairs if _as_large(*pair, vary, notes)]
     found = []
-    pairs = list(_pairs(experiments, parts, base, notes))
     for first, second in pairs:
         seeds = sorted(first.records.keys() & second.records.keys())
+        names = first.named(vary), second.named(vary)
         if not seeds:
-            notes.append(f"{second.cell} and {first.cell} have no seed in common")
-        elif one := _compared(first, second, seeds, _told_apart(first, second, pairs)):
+            notes.append(f"{names[1]} and {names[0]} have no seed in common")
+        elif one := _compared(first, second, names, seeds, _told_apart(first, second, pairs, vary)):
             found.append(one)
         else:
-            notes.append(f"{second.cell} and {first.cell} were asked nothing in common")
+            notes.append(f"{names[1]} and {names[0]} were asked nothing in common")
     if not found:
-        raise UserError("nothing to compare: " + ("; ".join(notes) or _why_nothing(experiments)))
+        raise UserError("nothing to compare: " + ("; ".join(notes) or _why_nothing(experiments, vary)))
     return Comparisons(tuple(found), tuple(notes))
 
 
@@ -183,46 +232,94 @@ def _experiments(records: Iterable[Record], parts: Sequence[str]) -> list[_Exper
     found: dict[str, _Experiment] = {}
     for record in records:
         settings = settings_of(record)
-        experiment = found.setdefault(
-            digest(settings), _Experiment(record.model.cell, settings, _without(settings, parts))
-        )
+        rest = _without(settings, [f"model.{part}" for part in parts])
+        experiment = found.setdefault(digest(settings), _Experiment(record.model.cell, settings, rest))
         experiment.records.setdefault(record.seed, []).append(record)
     return list(found.values())
 
 
-def _pairs(
-    experiments: Sequence[_Experiment], parts: Sequence[str], base: str | None, notes: list[str]
-) -> Iterator[tuple[_Experiment, _Experiment]]:
-    if base is None:
-        for second in experiments:
-            for part in parts:
-                if second.has(part):
-                    wanted = second.without(part)
-                    yield from ((e, second) for e in experiments if not e.has(part) and e.without(part) == wanted)
-        return
-    bases = [experiment for experiment in experiments if experiment.cell == base]
-    if not bases:
-        raise unknown("model", base, {experiment.cell for experiment in experiments})
-    for second in experiments:
-        if second.cell == base:
+def _check_keys(vary: Sequence[str], experiments: Sequence[_Experiment], base: str | None) -> None:
+    known = {key: None for experiment in experiments for key in experiment.settings}
+    for key in vary:
+        if key in known:
             continue
-        alike = [first for first in bases if first.rest == second.rest]
-        if not alike:
-            notes.append(f"{second.cell} left out: {_unlike(bases[0].rest, second.rest)} (against {base})")
-        yield from ((first, second) for first in alike)
+        if not any(name.startswith(f"{key}.") for name in known):
+            raise unknown("setting", key, known)
+        if base is None:
+            raise UserError(f"--vary {key}: it is several settings, so say with --base what all are compared with")
+
+
+def _with_and_without(
+    experiments: Sequence[_Experiment], parts: Sequence[str]
+) -> Iterator[tuple[_Experiment, _Experiment]]:
+    for second in experiments:
+        for part in parts:
+            if second.has(part):
+                wanted = second.without(part)
+                yield from ((e, second) for e in experiments if not e.has(part) and e.without(part) == wanted)
+
+
+def _against_base(
+    experiments: Sequence[_Experiment], parts: Sequence[str], base: str | None, vary: Sequence[str], notes: list[str]
+) -> Iterator[tuple[_Experiment, _Experiment]]:
+    """parts: add-ons that may differ; base None: the first by what varies, of those that are alike else."""
+    free = [*vary, *(f"model.{part}" for part in parts)]
+    bases = [experiment for experiment in experiments if base in (None, experiment.cell)]
+    if not bases:
+        raise unknown("model", base or "", {experiment.cell for experiment in experiments})
+    groups: dict[str, list[_Experiment]] = {}
+    for experiment in experiments:
+        groups.setdefault(digest(_without(experiment.settings, free)), []).append(experiment)
+    for group in groups.values():
+        here = [experiment for experiment in group if experiment in bases]
+        least = min((_varied(experiment, vary) for experiment in here), default=None)
+        firsts = [experiment for experiment in here if _varied(experiment, vary) == least]
+        for second in group:
+            if not here:
+                why = _unlike(_without(bases[0].settings, free), _without(second.settings, free))
+                notes.append(f"{second.named(vary)} left out: {why} (against {base})")
+            elif second not in firsts:
+                yield from ((first, second) for first in firsts)
+
+
+def _varied(experiment: _Experiment, vary: Sequence[str]) -> list[tuple[int, float, str]]:
+    """The settings that vary, in an order: what isn't there, numbers, all else; those below a key make none."""
+    values = [experiment.settings.get(key) for key in vary]
+    numbers = [float(value) if isinstance(value, int | float) else 0.0 for value in values]
+    return [
+        (0 if value is None else 1 if isinstance(value, int | float) else 2, number, str(value))
+        for value, number in zip(values, numbers, strict=True)
+    ]
+
+
+def _as_large(first: _Experiment, second: _Experiment, vary: Sequence[str], notes: list[str]) -> bool:
+    """Whether both states have as many numbers, nearly; else a note says that they haven't."""
+    one, other = first.state, second.state
+    if abs(other - one) <= _AS_LARGE * one:
+        return True
+    ratio = f" (x {other / one:.3g})" if one else ""
+    notes.append(
+        f"{second.named(vary)} left out: its state is {other:,} numbers, that of {first.named(vary)} {one:,}{ratio}: "
+        f"not equal to {_AS_LARGE:.0%}"
+    )
+    return False
 
 
 def _told_apart(
-    first: _Experiment, second: _Experiment, pairs: Sequence[tuple[_Experiment, _Experiment]]
+    first: _Experiment,
+    second: _Experiment,
+    pairs: Sequence[tuple[_Experiment, _Experiment]],
+    vary: Sequence[str],
 ) -> dict[str, Any]:
     """The settings, add-ons apart, by which a pair differs from others of the same names."""
-    alike = [one.rest for one, other in pairs if (one.cell, other.cell) == (first.cell, second.cell)]
+    names = first.named(vary), second.named(vary)
+    alike = [other.rest for one, other in pairs if (one.named(vary), other.named(vary)) == names]
     keys = {key: None for rest in alike for key in rest}
-    return {key: first.rest.get(key) for key in keys if any(rest.get(key) != first.rest.get(key) for rest in alike)}
+    return {key: second.rest.get(key) for key in keys if any(rest.get(key) != second.rest.get(key) for rest in alike)}
 
 
 def _compared(
-    first: _Experiment, second: _Experiment, seeds: Sequence[int], where: dict[str, Any]
+    first: _Experiment, second: _Experiment, names: tuple[str, str], seeds: Sequence[int], where: dict[str, Any]
 ) -> Comparison | None:
     by_seed = [(first.cells(seed), second.cells(seed)) for seed in seeds]
     common = [name for name in by_seed[0][0] if all(name in one and name in other for one, other in by_seed)]
@@ -250,15 +347,16 @@ def _compared(
     one, other = pairs[0]
     return Comparison(
         task=f"{one.task.name} v{one.task.version}",
-        base=first.cell,
-        other=second.cell,
+        base=names[0],
+        other=names[1],
         where=where,
         seeds=tuple(seeds),
         lines=tuple(lines),
         loss=_loss(pairs, seeds),
         speed=_speed(pairs),
         parameters=other.model.parameters.trainable / one.model.parameters.trainable,
-        state=_ratio(sum(other.model.state_elements), sum(one.model.state_elements)),
+        state=_ratio(second.state, first.state),
+        state_elements=(first.state, second.state),
     )
 
 
@@ -343,75 +441,28 @@ def _ratio(other: int, base: int) -> float | None:
     return other / base if base else None
 
 
-def _without(settings: dict[str, Any], parts: Sequence[str]) -> dict[str, Any]:
-    """Settings without those of the add-ons `parts`, and without the cell's name, which says no more than they do."""
-    prefixes = tuple(f"model.{part}" for part in parts)
+def _without(settings: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Settings without these and all below them, and without the cell's name, which says no more than others do."""
     return {
         key: value
         for key, value in settings.items()
-        if key != _CELL and not any(key == prefix or key.startswith(f"{prefix}.") for prefix in prefixes)
+        if key != _CELL and not any(key == free or key.startswith(f"{free}.") for free in keys)
     }
 
 
 def _unlike(one: dict[str, Any], other: dict[str, Any]) -> str:
-    """The first setting in which two experiments differ, add-ons apart."""
+    """The first setting in which two differ."""
     key = next(key for key in {**one, **other} if one.get(key) != other.get(key))
     return f"{key} is {short(other.get(key))}, not {short(one.get(key))}"
 
 
-def _why_nothing(experiments: Sequence[_Experiment]) -> str:
+def _why_nothing(experiments: Sequence[_Experiment], vary: Sequence[str]) -> str:
     names = sorted({experiment.cell for experiment in experiments})
+    if vary:
+        return f"no two records differ in {' or '.join(vary)} alone; here are {', '.join(names)}"
     for second in experiments:
         for first in experiments:
             same = first.settings.get("model.name") == second.settings.get("model.name")
             if same and first.rest != second.rest and first.cell != second.cell:
                 return f"of {second.cell} and {first.cell}, {_unlike(first.rest, second.rest)}"
     return f"it takes a model with an add-on and the same without; here are {', '.join(names) or 'no records'}"
-
-
-def _table(one: Comparison, *, distance: bool) -> Table:
-    from rich.table import Table
-
-    verdicts = [line.difference.verdict for line in one.lines]
-    few = "too few seeds" in verdicts
-    where = [f"{key}={short(value)}" for key, value in one.where.items()]
-    seeds = f"seeds {', '.join(map(str, one.seeds))}" + (": too few to show anything" if few else "")
-    table = Table(
-        title="; ".join([f"{one.task}: {one.other} against {one.base}", *where, seeds]),
-        title_justify="left",
-        caption=_others(one),
-        caption_justify="left",
-    )
-    rules = list(dict.fromkeys(name for line in one.lines for name in line.references))
-    where = ["variant", "length", *(["distance"] if distance else [])]
-    for heading in [*where, "base", "model", *rules, "difference", "95 %", "p", *([] if few else ["shown"])]:
-        table.add_column(heading, justify="left" if heading in ("variant", "shown") else "right")
-    for line in one.lines:
-        known = [f"{line.references[name]:.3f}" if name in line.references else "" for name in rules]
-        values = [f"{line.base:.3f}", f"{line.other:.3f}", *known]
-        octave = ["all"] if distance else []
-        table.add_row(line.variant, line.column, *octave, *values, *_told(line.difference, few=few))
-        for low, part in line.by_distance.items() if distance else ():
-            table.add_row("", "", f"{low}-{2 * low - 1}", *[""] * len(values), *_told(part, few=few))
-    return table
-
-
-def _told(difference: Difference, *, few: bool) -> list[str]:
-    p = "" if difference.p is None else f"{difference.p:.3f}"
-    return [f"{difference.value:+.3f}", _range(difference), p, *([] if few else [difference.verdict])]
-
-
-def _range(difference: Difference) -> str:
-    if difference.interval is None:
-        return "one seed"
-    return f"{difference.interval[0]:+.3f} to {difference.interval[1]:+.3f}"
-
-
-def _others(one: Comparison) -> str:
-    parts = []
-    if one.loss is not None:
-        parts.append(f"final training loss {one.loss.value:+.3f} ({_range(one.loss)}) nats a label")
-    for name, value in (("speed of training", one.speed), ("parameters", one.parameters), ("state", one.state)):
-        if value is not None:
-            parts.append(f"{name} x {value:.4g}")
-    return "; ".join(parts)

@@ -137,6 +137,13 @@ class CheckpointInfo(Part):
     label_noise: float | None = Field(
         default=None, ge=0, lt=1, description="share of training labels replaced, as it states; absent: it states none"
     )
+    state_passing: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="share of training sequences that started from another's final state, as it states; absent: it "
+        "states none",
+    )
 
     @field_validator("source")
     @classmethod
@@ -620,12 +627,29 @@ def position_bin(position: int) -> int:
     return 1 << (position - 1).bit_length()
 
 
-def label_noise(record: Record) -> float:
-    """The share of training labels that were replaced, by the training or the checkpoint; 0 where neither says."""
-    said = record.training.config.get("label_noise") if record.training else None
-    if record.checkpoint is not None:
-        said = record.checkpoint.label_noise
-    return float(said) if isinstance(said, int | float) else 0.0
+# What a model was trained with that belongs to its name, as it isn't the task's own training.
+TRAINED_WITH = ("label_noise", "state_passing")
+
+
+def trained_with(record: Record) -> dict[str, float]:
+    """The shares of TRAINED_WITH that aren't 0, by the training or the checkpoint, whichever says so.
+
+    label_noise: of the training labels that were replaced. state_passing: of the training sequences that started from
+    another's final state.
+    """
+    shares: dict[str, float] = {}
+    for key in TRAINED_WITH:
+        said = record.training.config.get(key) if record.training else None
+        if record.checkpoint is not None:
+            said = getattr(record.checkpoint, key)
+        if isinstance(said, int | float) and said:
+            shares[key] = float(said)
+    return shares
+
+
+def said_of_training(shares: Mapping[str, float]) -> str:
+    """`trained_with` in words: label noise 0.4, state passing 0.5; empty where there is nothing to say."""
+    return ", ".join(f"{key.replace('_', ' ')} {share:g}" for key, share in shares.items())
 
 
 def without_depth(cell: CellResult) -> Coordinates:

@@ -10,7 +10,7 @@ from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 from decaybench.core.scoring import Metric
-from decaybench.results.record import CellResult, Group, Record, groups, label_noise
+from decaybench.results.record import CellResult, Group, Record, groups, said_of_training, trained_with
 from decaybench.results.statistics import t_interval
 
 if TYPE_CHECKING:
@@ -135,8 +135,8 @@ def _has_perplexity(record: Record) -> bool:
 
 def _title(record: Record) -> str:
     origin = record.checkpoint.source if record.checkpoint else f"seed {record.seed}"
-    noise = label_noise(record)
-    trained = f", trained with label noise {noise:g}" if noise else ""
+    said = said_of_training(trained_with(record))
+    trained = f", trained with {said}" if said else ""
     return f"{record.task.name} v{record.task.version}: {record.model.cell}, {origin}{trained}"
 
 

@@ -56,6 +56,7 @@ def test_variants_come_in_the_order_asked_for() -> None:
         ({"environment__dtype": "bfloat16"}, "dtype is float32 or bfloat16"),
         ({"harness_version": 2}, "harness_version is 1 or 2"),
         ({"training__config__label_noise": 0.4}, "training.label_noise is none or 0.4"),
+        ({"training__config__state_passing": 0.5}, "training.state_passing is none or 0.5"),
     ],
 )
 def test_what_was_not_asked_alike_is_refused_and_can_be_chosen(changes: dict[str, Any], key: str) -> None:

@@ -168,6 +168,7 @@ def test_only_equal_runs_are_put_together() -> None:
         variation(seed=8, training__train_length=32),
         variation(seed=9, training__config__label_noise=0.4),
         variation(seed=10, training__config__label_noise=0.2),
+        variation(seed=11, training__config__state_passing=0.5),
     ]
     assert [set(row.seeds.values()) for row in rows(records)] == [{1}] * len(records)
 
@@ -295,6 +296,17 @@ def test_the_table_says_what_was_trained_on_wrong_labels() -> None:
     clean = [example.record(0), variation(seed=1, training__config__label_noise=None)]
     lines, _ = printed([*clean, *(variation(seed=seed, training__config__label_noise=0.4) for seed in (2, 3))])
     assert [(line[1], line[-1]) for line in lines] == [("mamba2+post", "2"), ("mamba2+post, label noise 0.4", "2")]
+
+
+def test_the_table_says_which_sequences_started_from_anothers_state() -> None:
+    passed = [variation(seed=seed, training__config__state_passing=0.5) for seed in (1, 2)]
+    both = variation(seed=3, training__config={"state_passing": 0.5, "label_noise": 0.4})
+    lines, _ = printed([example.record(0), *passed, both])
+    assert [(line[1], line[-1]) for line in lines] == [
+        ("mamba2+post", "1"),
+        ("mamba2+post, state passing 0.5", "2"),
+        ("mamba2+post, label noise 0.4, state passing 0.5", "1"),
+    ]
 
 
 def with_references(seed: int, bayes: float, **changes: Any) -> Record:

@@ -33,9 +33,9 @@ def names(found: tuple[Comparison, ...]) -> list[tuple[str, str]]:
     return [(one.other, one.base) for one in found]
 
 
-def refusal(records: list[Record], base: str | None = None) -> str:
+def refusal(records: list[Record], base: str | None = None, **how: Any) -> str:
     with pytest.raises(UserError) as error:
-        compare(records, PARTS, base)
+        compare(records, PARTS, base, **how)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -157,3 +157,115 @@ def test_tables_and_remarks_tell_how_to_read_them() -> None:
     assert "higher" in text and "+0.200" in text
     assert "fewer than six seeds" in few.remarks()[0]
     assert few.plain()["comparisons"][0]["lines"][0]["difference"]["verdict"] == "too few seeds"
+
+
+HALF = {64: (0.5, 0.5, 0.5)}
+PASSING = "training.state_passing"
+
+
+def passing(share: float | None, name: str = "mamba2", **more: Any) -> list[Record]:
+    return runs(name, HALF, training__config={"learning_rate": 0.01, "state_passing": share}, **more)
+
+
+def test_experiments_that_differ_in_one_named_setting_are_compared() -> None:
+    """Against the one that hasn't it, else the least; what differs in more than that is another pair."""
+    records = [
+        *passing(0.9),
+        *passing(None),
+        *passing(1.0),
+        *passing(0.9, "mamba2+post"),
+        *passing(None, "mamba2+post"),
+    ]
+    found = compare(records, PARTS, vary=[PASSING])
+    assert names(found.found) == [
+        ("mamba2, state_passing=0.9", "mamba2"),
+        ("mamba2, state_passing=1.0", "mamba2"),
+        ("mamba2+post, state_passing=0.9", "mamba2+post"),
+    ]
+    assert all(one.where == {} for one in found.found)
+    without = passing(10.0) + passing(9.0)
+    assert names(compare(without, PARTS, vary=[PASSING]).found) == [
+        ("mamba2, state_passing=10.0", "mamba2, state_passing=9.0")
+    ]
+    # Add-ons are compared as ever: like with like.
+    told = [(one.other, one.base, one.where) for one in compare(records, PARTS).found]
+    assert told == [
+        ("mamba2+post", "mamba2", {PASSING: 0.9}),
+        ("mamba2+post", "mamba2", {PASSING: None}),
+    ]
+
+
+def test_with_a_base_addons_and_named_settings_may_differ() -> None:
+    records = [*passing(None), *passing(1.0), *passing(None, "mamba2+post"), *passing(1.0, "mamba2+post")]
+    slow = runs("mamba2+bft", HALF, training__config={"learning_rate": 0.001})
+    found = compare(records + slow, PARTS, "mamba2", vary=[PASSING])
+    assert names(found.found) == [
+        ("mamba2, state_passing=1.0", "mamba2"),
+        ("mamba2+post", "mamba2"),
+        ("mamba2+post, state_passing=1.0", "mamba2"),
+    ]
+    assert found.notes == ("mamba2+bft left out: training.learning_rate is 0.001, not 0.01 (against mamba2)",)
+    assert names(compare(records + slow, PARTS, "mamba2", vary=["training"]).found)[-1] == ("mamba2+bft", "mamba2")
+
+
+def test_architectures_are_compared_where_all_of_the_model_may_differ() -> None:
+    gla = runs("gla", HALF, model={"name": "gla", "d_model": 32})
+    wide = runs("gla", HALF, model={"name": "gla", "d_model": 96})
+    found = compare([*runs("mamba2", HALF), *gla, *wide], PARTS, "mamba2", vary=["model"])
+    assert [(one.other, one.where) for one in found.found] == [
+        ("gla", {"model.d_model": 32}),
+        ("gla", {"model.d_model": 96}),
+    ]
+
+
+def test_states_that_are_not_equal_are_left_out_and_said() -> None:
+    """Equal to 5 %; the counts are those of the records."""
+    base = runs("mamba2", HALF, model__state_elements=[1000, 1000])
+    near = runs("mamba2+post", HALF, model__state_elements=[1100, 1000])
+    far = runs("mamba2+bft", HALF, model__state_elements=[1101, 1000])
+    found = compare(base + near + far, PARTS, equal="state")
+    assert names(found.found) == [("mamba2+post", "mamba2")]
+    assert found.found[0].state_elements == (2000, 2100) and found.found[0].state == 1.05
+    assert found.notes == (
+        "mamba2+bft left out: its state is 2,101 numbers, that of mamba2 2,000 (x 1.05): not equal to 5%",
+    )
+    assert "(2,100 and 2,000 numbers)" in found.tables()[0].caption
+    assert "not equal to 5%" in refusal(base + far, equal="state")
+
+
+def test_settings_that_cant_vary_are_refused() -> None:
+    records = passing(None) + passing(0.9)
+    assert f"unknown setting 'training.state_pasing'; did you mean '{PASSING}'?" in refusal(
+        records, vary=["training.state_pasing"]
+    )
+    assert "--vary training: it is several settings, so say with --base" in refusal(records, vary=["training"])
+    assert f"no two records differ in {PASSING} alone; here are mamba2" in refusal(passing(0.9), vary=[PASSING])
+
+
+def test_a_summary_has_a_row_a_model_and_a_column_a_length() -> None:
+    """Each base's means once for the same seeds, then the differences; the same in Markdown."""
+    shares = {64: (0.5, 0.6), 128: (0.2, 0.4)}
+    better = {64: (0.8, 0.9), 128: (0.2, 0.5)}
+    records = runs("mamba2", shares, (0, 1)) + runs("mamba2+post", better, (0, 1)) + runs("mamba2+bft", shares, (0, 1))
+    one = runs("mamba2+post+bft", {64: (0.1,)}, (0,))
+    found = compare(records + one, PARTS, "mamba2")
+    (grid,) = found.summaries()
+    assert grid.headings == ("variant", "model", "seeds", "1x", "2x")
+    assert grid.rows == (
+        ("capacity", "mamba2", "0, 1", "0.550", "0.300"),
+        ("", "mamba2+post", "0, 1", "+0.300*\n[+0.300, +0.300]", "+0.050\n[-0.585, +0.685]"),
+        ("", "mamba2+bft", "0, 1", "+0.000\n[+0.000, +0.000]", "+0.000\n[+0.000, +0.000]"),
+        ("capacity", "mamba2", "0", "0.500", ""),
+        ("", "mamba2+post+bft", "0", "-0.400\none seed", ""),
+    )
+    lines = grid.markdown().splitlines()
+    assert lines[2:5] == [
+        "| variant | model | seeds | 1x | 2x |",
+        "| --- | --- | ---: | ---: | ---: |",
+        "| capacity | mamba2 | 0, 1 | 0.550 | 0.300 |",
+    ]
+    assert lines[5] == "|  | mamba2+post | 0, 1 | +0.300* [+0.300, +0.300] | +0.050 [-0.585, +0.685] |"
+    assert "Fewer than six seeds" in found.remarks(summary=True)[0]
+    larger = runs("mamba2+post", better, (0, 1), model__state_elements=[600, 600])
+    (grid,) = compare(records[:2] + larger, PARTS).summaries()
+    assert grid.headings[-1] == "state x" and grid.rows[0][-1] == "" and grid.rows[1][-1] != "1"
