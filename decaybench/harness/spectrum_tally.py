@@ -137,10 +137,8 @@ class Tally:
         parts = [np.concatenate(found) for (_, t), found in sorted(self._found.items()) if t == position]
         if not parts:
             return None
-        channels = sum(part.shape[1] for part in parts)
-        total: Float64 = (
-            sum(density(_timescales(part).clip(max=cap), octaves) * part.shape[1] for part in parts) / channels
-        )
+        weighed = [density(_timescales(part).clip(max=cap), octaves) * part.shape[1] for part in parts]
+        total: Float64 = np.sum(weighed, axis=0) / sum(part.shape[1] for part in parts)
         return total
 
     def _add_window(self, layer: int, where: Int64, decays: Float64) -> None:
