@@ -460,22 +460,43 @@ def eval_(
 @app.command()
 def spectrum(
     runs: Annotated[list[Path], typer.Argument(help="Runs or checkpoints.", metavar="RUN...")],
+    tokens: Annotated[
+        int, typer.Option(help="To read, in all, for what is measured; 0: timescales at rest alone.", **_WHOLE)
+    ] = 32_768,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of token shards to read, for language models.", show_default="the run's own task"),
+    ] = None,
+    variant: Annotated[
+        str | None, typer.Option(help="Variant of the task to read.", show_default="one that fits")
+    ] = None,
+    length: Annotated[
+        str | None,
+        typer.Option(
+            help="Length of the samples to read: a multiple of the training length (4x) or tokens (512).",
+            show_default="16x, or the longest below",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the figure and its numbers.", show_default="RUN/spectrum")
+        Path | None,
+        typer.Option(help="Folder for figures and numbers.", show_default="RUN/spectrum, of several runs spectrum"),
     ] = None,
     json: Json = False,
 ) -> None:
-    """The decay timescales that a model learned: a figure, and every number drawn."""
+    """The decay timescales that models learned, at rest and measured as they read; several runs side by side."""
     from decaybench.core.files import readable_json
     from decaybench.harness.spectra import draw_spectra
 
-    drawn = draw_spectra(runs, out)
+    found = draw_spectra(runs, out, tokens=tokens, data=data, variant=variant, length=length, device=device)
     if json:
-        _write(readable_json([found.plain() for _, found in drawn]))
+        _write(readable_json(found.plain()))
         return
-    for folder, found in drawn:
-        _print(found)
-        _print(f"figure and numbers in {folder}")
+    for table in found.tables():
+        _print(table)
+    for line in found.remarks():
+        _print(line)
+    _print(f"figures and numbers in {found.folder}")
 
 
 @app.command()

@@ -260,7 +260,7 @@ def test_what_the_installed_command_prints(tmp_path: Path) -> None:
     }
     done = call("spectrum", str(run), "--json", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    (spectrum,) = json.loads(done.stdout)
+    (spectrum,) = json.loads(done.stdout)["runs"]
     assert spectrum["model"] == "mamba2+post" and spectrum["train_length"] == 32
     assert (run / "spectrum" / "timescales.svg").is_file()
 

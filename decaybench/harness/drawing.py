@@ -160,7 +160,7 @@ def unit_axis(panel: Axes) -> None:
     panel.grid(axis="y")
 
 
-def log2_axis(panel: Axes, ticks: Sequence[int], labels: Sequence[str], low: float, high: float) -> None:
+def log2_axis(panel: Axes, ticks: Sequence[float], labels: Sequence[str], low: float, high: float) -> None:
     """Tokens from `low` to `high` on a log axis with these ticks."""
     from matplotlib.ticker import NullLocator
 

@@ -28,7 +28,7 @@ from decaybench.harness.model_info import model_info
 from decaybench.harness.progress import Progress
 from decaybench.harness.reader import Answer, Reader, tokenizer_of, tokens_read
 from decaybench.harness.run import Outcome, checkpoint_info, enough_memory, kept_record
-from decaybench.harness.spectra import model_spectrum
+from decaybench.harness.spectrum_rest import model_spectrum
 from decaybench.models.checkpoints import find_checkpoint
 from decaybench.models.language_model import resolve_backend
 from decaybench.results.answers import AnswerLine, AnswerLog

@@ -1,8 +1,12 @@
-"""The model that a folder stands for: a checkpoint, a run's newest one, or the one elsewhere that a run evaluated."""
+"""The model that a folder stands for: a checkpoint, a run's newest one, or the one elsewhere that a run evaluated.
+
+And what figures call several of them.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,6 +33,18 @@ def model_of(path: Path) -> tuple[Checkpoint, RunConfig | None]:
                     return _evaluated(path, config.checkpoint), config
         raise
     return checkpoint, run_config_of(checkpoint)
+
+
+def told_apart(names: Sequence[str], seeds: Sequence[int], paths: Sequence[Path]) -> list[str]:
+    """The names of models; with the seed, or the end of the folder's name where that isn't enough, to tell equal ones
+    apart.
+    """
+    seeded = [f"{name}, seed {seed}" for name, seed in zip(names, seeds, strict=True)]
+    ended = [f"{name}, {path.resolve().name.rpartition('-')[2]}" for name, path in zip(names, paths, strict=True)]
+    return [
+        name if names.count(name) == 1 else seed if seeded.count(seed) == 1 else end
+        for name, seed, end in zip(names, seeded, ended, strict=True)
+    ]
 
 
 def _evaluated(path: Path, named: str) -> Checkpoint:

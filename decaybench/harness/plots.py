@@ -1,4 +1,4 @@
-"""Figures of an evaluation and of a decay spectrum: .png for a page, .svg for a paper; the same bytes every time.
+"""Figures of an evaluation: .png for a page, .svg for a paper; the same bytes every time.
 
 In all of them a darker blue is a higher accuracy or a longer sample, dashed grey or a frame marks the training length,
 and a bar is a 95 % interval.
@@ -7,7 +7,7 @@ and a bar is a 95 % interval.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import ceil, isclose, log2, nan, sqrt
+from math import ceil, log2, nan, sqrt
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from decaybench.harness.drawing import (
-    DASHED,
-    GRID,
     INK,
     INKS,
     MARKERS,
     MUTED,
     apart,
     beside,
-    evenly,
     legend_below,
     log2_axis,
     make_panels,
@@ -47,9 +44,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-    from decaybench.harness.spectra import LayerTimescales, Spectrum, Timescales
-
-_MOST_LAYERS = 6
 _MOST_NUMBERS = 40  # rows or columns of a heat map; with more of them no number could be read
 _FEW = 10  # samples; the share of fewer says next to nothing
 _HOLLOW = f"fewer than {_FEW} samples"
@@ -58,11 +52,6 @@ _HOLLOW = f"fewer than {_FEW} samples"
 def draw_evaluation(record: Record, folder: Path) -> list[Path]:
     """Save `evaluation_figures` as .png and .svg in `folder`, and return their paths. Raises RunError."""
     return [path for name, figure in evaluation_figures(record).items() for path in save(figure, folder, name)]
-
-
-def draw_timescales(spectrum: Spectrum, folder: Path) -> list[Path]:
-    """Save `timescale_figure` as timescales.png and .svg in `folder`, and return their paths. Raises RunError."""
-    return save(timescale_figure(spectrum), folder, "timescales")
 
 
 def evaluation_figures(record: Record) -> dict[str, Figure]:
@@ -83,30 +72,6 @@ def evaluation_figures(record: Record) -> dict[str, Figure]:
         if any(cell.by_distance for cell in record.cells):
             figures["accuracy-distance"] = _distance(record)
     return figures
-
-
-def timescale_figure(spectrum: Spectrum) -> Figure:
-    """The timescales of each layer's heads, slowest first: dashed at the start, solid after training.
-
-    An ink a position where timescales depend on it. At most 6 layers, evenly chosen; `spectrum` has one at least.
-    """
-    from matplotlib.ticker import NullLocator
-
-    chosen = evenly(spectrum.layers, _MOST_LAYERS)
-    some = f" ({len(chosen)} of {len(spectrum.layers)} layers)" if len(chosen) < len(spectrum.layers) else ""
-    columns = len(chosen) if len(chosen) <= 3 else ceil(len(chosen) / 2)
-    size = (max(5.2, 2.45 * columns), 2.1 * ceil(len(chosen) / columns) + 1.2)
-    with style():
-        figure, panels = make_panels(f"{spectrum.cell}: timescales of the heads{some}", len(chosen), columns, size)
-        for panel, layer in zip(panels, chosen, strict=True):
-            panel.set_title(f"layer {layer.layer}")
-            panel.set_yscale("log")
-            panel.yaxis.set_minor_locator(NullLocator())
-            _timescale_lines(panel, layer, _distinct_positions(spectrum))
-            _guides(panel, spectrum, named=panel in (*panels[columns - 1 :: columns], panels[-1]))
-        name_axes(panels, columns, "head, slowest first", "timescale (tokens)")
-        legend_below(figure, panels[0].get_legend_handles_labels()[0], columns=3)
-    return figure
 
 
 def _length_depth(record: Record) -> Figure:
@@ -379,56 +344,3 @@ def _distance_line(panel: Axes, bins: Sequence[DistanceBin], ink: Any, name: str
 
 def _point(part: DistanceBin) -> tuple[float, float]:
     return sqrt(part.low * part.high), part.correct / part.asked
-
-
-def _distinct_positions(spectrum: Spectrum) -> dict[int, str]:
-    """The positions to draw, with their names: one, where timescales are the same at all of them."""
-    if all(_constant(layer.at_start) and _constant(layer.after) for layer in spectrum.layers):
-        return {spectrum.positions[0]: "every t"}
-    return _named_positions(spectrum)
-
-
-def _named_positions(spectrum: Spectrum) -> dict[int, str]:
-    return dict(zip(spectrum.positions, spectrum.position_labels(), strict=True))
-
-
-def _constant(timescales: Timescales) -> bool:
-    first, *others = timescales.values()
-    return all(isclose(a, b, rel_tol=1e-6) for other in others for a, b in zip(first, other, strict=True))
-
-
-def _timescale_lines(panel: Axes, layer: LayerTimescales, positions: dict[int, str]) -> None:
-    heads = len(layer.after[next(iter(positions))])
-    few = heads <= 12
-    start: dict[str, Any] = {"linestyle": DASHED, "linewidth": 1.2, "markerfacecolor": "white"}
-    start["marker"] = "o" if few else "none"
-    trained: dict[str, Any] = {"marker": "o"}
-    for ink, (position, name) in zip(INKS, positions.items(), strict=False):
-        for when, taus, look in (("start", layer.at_start, start), ("trained", layer.after, trained)):
-            panel.plot(
-                range(1, heads + 1),
-                sorted(taus[position], reverse=True),
-                color=ink,
-                label=f"{name}, {when}",
-                markersize=4 if few else 3,
-                **look,
-            )
-    panel.set_xticks(sorted({1, *(max(1, heads * quarter // 4) for quarter in (1, 2, 3, 4))}))
-
-
-def _guides(panel: Axes, spectrum: Spectrum, named: bool) -> None:
-    """Light lines at timescales of 1, T and 4T, named at the panel's right edge."""
-    for position, name in _named_positions(spectrum).items():
-        panel.axhline(position, color=GRID, linewidth=1, zorder=0)
-        if not named:
-            continue
-        panel.annotate(
-            name.removeprefix("t = "),
-            (1, position),
-            xycoords=("axes fraction", "data"),
-            xytext=(3, 0),
-            textcoords="offset points",
-            va="center",
-            color=MUTED,
-            size=8,
-        )

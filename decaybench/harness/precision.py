@@ -13,7 +13,7 @@ from decaybench.core.hashing import without_absent
 from decaybench.core.names import unknown
 from decaybench.harness.config import RunConfig, evaluation_cells
 from decaybench.harness.environment import resolve_device
-from decaybench.harness.origin import model_of
+from decaybench.harness.origin import model_of, told_apart
 from decaybench.harness.precision_plots import draw_comparison, draw_run, remove_figures
 from decaybench.harness.precision_report import Comparison, RunTrace
 from decaybench.harness.precision_tally import trace_run
@@ -155,12 +155,7 @@ def _names(paths: Sequence[Path], runs: Sequence[RunConfig], noises: Sequence[fl
     cells = [
         run.model.cell + (f", label noise {noise:g}" if noise else "") for run, noise in zip(runs, noises, strict=True)
     ]
-    seeds = [f"{cell}, seed {run.seed}" for cell, run in zip(cells, runs, strict=True)]
-    hashes = [f"{cell}, {path.resolve().name.rpartition('-')[2]}" for cell, path in zip(cells, paths, strict=True)]
-    return [
-        cell if cells.count(cell) == 1 else seed if seeds.count(seed) == 1 else by_hash
-        for cell, seed, by_hash in zip(cells, seeds, hashes, strict=True)
-    ]
+    return told_apart(cells, [run.seed for run in runs], paths)
 
 
 def _cells(run: RunConfig, lengths: Sequence[str] | None, variant: str | None) -> list[Cell]:

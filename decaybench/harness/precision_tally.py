@@ -33,6 +33,7 @@ from decaybench.harness.precision_report import (
     SourceOrder,
 )
 from decaybench.harness.sample_size import limit_of, sample_sizes
+from decaybench.harness.sampling import first_samples
 from decaybench.harness.tau_effect import tau_effects
 from decaybench.harness.training import matmul_dtype
 from decaybench.models.branch import LayerTrace
@@ -68,7 +69,8 @@ def trace_run(
     with matmul_dtype(config.training.dtype, model.embedding.weight.device.type):
         for length in sorted(by_length):
             tally = Tally(task, length, whole=length == max(by_length))
-            for cell, batch in _batches(task, config, by_length[length], samples):
+            seed, batch_tokens = config.evaluation.seed, config.batch_tokens
+            for cell, batch in first_samples(task, by_length[length], samples, seed, batch_tokens):
                 tokens = torch.from_numpy(batch.tokens).to(model.embedding.weight.device)
                 tally.add(cell, batch, model.trace(tokens))
             tallies.append(tally)
@@ -236,18 +238,6 @@ def _slopes(tallies: Sequence[Tally], place: str) -> tuple[Estimate, ...]:
     """What a doubling of the length adds to the gain."""
     lengths = np.log2([tally.length for tally in tallies])
     return slopes(lengths, [tally.samples("gain", place) for tally in tallies], [tally.key for tally in tallies])
-
-
-def _batches(
-    task: Task[Any, Any, Any], config: RunConfig, cells: Sequence[Cell], samples: int
-) -> Iterator[tuple[Cell, Batch]]:
-    """The first samples of each cell, as an evaluation asks them, `samples` in all or a few more."""
-    each = -(-samples // len(cells))
-    for cell in cells:
-        size = max(1, config.batch_tokens // cell.shape.length)
-        for first in range(0, each, size):
-            indices = np.arange(first, min(first + size, each))
-            yield cell, task.batch(cell.shape, "test", config.evaluation.seed, indices)
 
 
 def _kinds(task: Task[Any, Any, Any], batch: Batch) -> dict[tuple[str, str], NDArray[np.bool_]]:

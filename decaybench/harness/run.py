@@ -17,10 +17,11 @@ from decaybench.harness.distributed import World, expected_processes, joined
 from decaybench.harness.environment import environment, peak_memory, resolve_device
 from decaybench.harness.evaluation import Evaluated, evaluate
 from decaybench.harness.model_info import model_info
-from decaybench.harness.plots import draw_evaluation, draw_timescales
+from decaybench.harness.plots import draw_evaluation
 from decaybench.harness.progress import Progress
 from decaybench.harness.protocols import decided
-from decaybench.harness.spectra import Spectrum, model_spectrum
+from decaybench.harness.spectrum_plots import draw_timescales
+from decaybench.harness.spectrum_rest import Spectrum, model_spectrum
 from decaybench.harness.training import train
 from decaybench.models.checkpoints import Checkpoint, find_checkpoint
 from decaybench.models.language_model import LanguageModel, resolve_backend

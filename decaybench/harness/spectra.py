@@ -1,169 +1,185 @@
-"""Learned decay spectra: the timescales of every layer at rest, at the start and after training.
+"""`bench spectrum`: the decay timescales that models learned, at rest and measured while they read.
 
-A timescale is tau = -1 / log_decay in tokens, with the input's part of the decay left out. At position t PoST
-multiplies it by t^alpha, so a spectrum is given at several positions.
+At rest everything follows from the weights. Measured is on samples of a run's own task, or on a text: harness/
+spectrum_tally.py. What the numbers mean stands in harness/spectrum_laws.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
+import numpy as np
 
 from decaybench.core.errors import UserError
 from decaybench.core.files import atomic_write_json
-from decaybench.harness.origin import model_of
-from decaybench.harness.plots import draw_timescales
-from decaybench.models.language_model import LanguageModel, build_model
-from decaybench.results.record import LayerSpectrum, SpectrumAt, SpectrumInfo
+from decaybench.harness.config import RunConfig
+from decaybench.harness.drawing import evenly
+from decaybench.harness.environment import resolve_device
+from decaybench.harness.origin import model_of, told_apart
+from decaybench.harness.spectrum_laws import Gaps, cumulative_rates, density, graded, octaves_of, useful
+from decaybench.harness.spectrum_plots import draw_spectrum_figures
+from decaybench.harness.spectrum_reading import Asked, find_reading
+from decaybench.harness.spectrum_report import (
+    START,
+    TRAINED,
+    Counts,
+    Densities,
+    LayerNumbers,
+    Line,
+    RunSpectrum,
+    Spectra,
+)
+from decaybench.harness.spectrum_rest import (
+    CAP,
+    Float64,
+    LayerTimescales,
+    Resting,
+    Spectrum,
+    Timescales,
+    model_spectrum,
+    resting_layers,
+)
+from decaybench.harness.spectrum_tally import MeasuredLayer, Tally
+from decaybench.models.checkpoints import Checkpoint
+from decaybench.models.language_model import build_model
 
-if TYPE_CHECKING:
-    from rich.table import Table
+LAST = 64  # times T: the last position of counts and retentions
 
-Timescales = dict[int, list[float]]  # by position, one number a head, in the order of heads
-
-
-@dataclass(frozen=True)
-class LayerTimescales:
-    """A layer's timescales in tokens, by position; heads in the model's order."""
-
-    layer: int
-    at_start: Timescales
-    after: Timescales
-
-
-@dataclass(frozen=True)
-class Spectrum:
-    """A model's spectrum. train_length: T in tokens, None where it isn't known."""
-
-    cell: str
-    train_length: int | None
-    positions: tuple[int, ...]
-    layers: tuple[LayerTimescales, ...]
-
-    def info(self) -> SpectrumInfo | None:
-        """The summary that a record holds; None for a model without decays."""
-        if not self.layers:
-            return None
-        return SpectrumInfo(
-            layers=tuple(
-                LayerSpectrum(layer=layer.layer, at_start=_summary(layer.at_start), after=_summary(layer.after))
-                for layer in self.layers
-            )
-        )
-
-    def position_labels(self) -> list[str]:
-        """How figures and tables call the positions: t = 1, T, 4T."""
-        T = self.train_length
-        names = {} if T is None else {T: "T"} | {n * T: f"{n}T" for n in range(2, 33)}
-        return [f"t = {names.get(t, t)}" for t in self.positions]
-
-    def plain(self) -> dict[str, Any]:
-        """Every number of the figure, JSON-able."""
-
-        def listed(timescales: Timescales) -> list[dict[str, Any]]:
-            return [{"position": position, "timescales": taus} for position, taus in timescales.items()]
-
-        layers = [
-            {"layer": layer.layer, "at_start": listed(layer.at_start), "after": listed(layer.after)}
-            for layer in self.layers
-        ]
-        return {"model": self.cell, "train_length": self.train_length, "unit": "tokens", "layers": layers}
-
-    def __rich__(self) -> Table:
-        """A row for each layer and position: slowest, median and fastest timescale at the start and after."""
-        from rich.table import Table
-
-        table = Table(title=f"{self.cell}: timescales at rest, tokens")
-        for title in ("layer", "position"):
-            table.add_column(title, justify="right", no_wrap=True)
-        for title in (f"{when}\n{name}" for when in ("start", "trained") for name in ("slowest", "median", "fastest")):
-            table.add_column(title, justify="right")
-        labels = self.position_labels()
-        for layer in self.layers:
-            rows = zip(labels, _summary(layer.at_start), _summary(layer.after), strict=True)
-            for label, start, after in rows:
-                numbers = [_tokens(tau) for at in (start, after) for tau in (at.slowest, at.median, at.fastest)]
-                table.add_row(str(layer.layer), label, *numbers)
-        return table
+_KEPT_AT = (1, 2, 4, 8, 16)  # times T: where retentions are measured
+_LINES = 16  # channels whose retention is drawn
 
 
-def model_spectrum(model: LanguageModel, seed: int, train_length: int | None) -> Spectrum:
-    """The spectrum of a model beside that of its initial values (drawn again from `seed`)."""
-    base = train_length or 1024
-    positions = (1, base, 4 * base)
-    start = build_model(model.config, seed)
-    layers = []
-    for number, (block, initial) in enumerate(zip(model.blocks, start.blocks, strict=True)):
-        after = {t: _timescales(block, t) for t in positions}
-        before = {t: _timescales(initial, t) for t in positions}
-        if after[1] is not None:
-            layers.append(LayerTimescales(number, before, after))  # type: ignore[arg-type]
-    return Spectrum(model.config.cell, train_length, positions, tuple(layers))
+def spectrum(path: str | Path, *, device: str = "auto", **asked: Any) -> RunSpectrum:
+    """The spectrum of a run's or a checkpoint's model; asked: what to read, fields of `Asked`.
 
-
-def spectrum(path: str | Path) -> Spectrum:
-    """The spectrum of a run's or a checkpoint's model.
-
-    Raises UserError where there is no checkpoint, or where the model has no decays.
+    Raises UserError where there is no checkpoint, where the model has no decays, or on what can't be read.
     """
-    checkpoint, run = model_of(Path(path))
-    trained_here = run is not None and run.checkpoint is None
-    train_length = run.task.train_length if run and trained_here else checkpoint.train_length
-    found = model_spectrum(checkpoint.model(), int(checkpoint.facts["seed"]), train_length)
-    if not found.layers:
-        raise UserError(f"{found.cell} has no decays, so no spectrum")
+    (found,) = look_at([Path(path)], Asked(**asked), device)
     return found
 
 
-def draw_spectra(paths: Sequence[Path], out: Path | None = None) -> list[tuple[Path, Spectrum]]:
-    """Draw the spectrum of each run: `timescales.png`, `.svg` and `spectrum.json` in its folder `spectrum/`.
+def draw_spectra(paths: Sequence[Path], out: Path | None = None, *, device: str = "auto", **asked: Any) -> Spectra:
+    """Look at runs, and draw them side by side: figures and `spectrum.json` in `out`.
 
-    out: another folder, with one folder a run in it where there are several. Returns each folder and what was drawn.
+    out: None for RUN/spectrum, or spectrum/ where there are several runs. asked: as for `spectrum`.
     """
-    names = [path.resolve().name for path in paths]
-    if out is not None and len(set(names)) < len(names):
-        raise UserError(f"--out {out}: two of the runs are named {max(names, key=names.count)}; draw them one by one")
-    drawn = []
-    for path in paths:
-        folder = path / "spectrum" if out is None else out if len(paths) == 1 else out / path.name
-        found = spectrum(path)
-        draw_timescales(found, folder)
-        atomic_write_json(folder / "spectrum.json", found.plain())
-        drawn.append((folder, found))
-    return drawn
+    runs = look_at(paths, Asked(**asked), device)
+    folder = out or (paths[0] / "spectrum" if len(paths) == 1 else Path("spectrum"))
+    found = Spectra(folder, tuple(runs))
+    draw_spectrum_figures(found.runs, folder)
+    atomic_write_json(folder / "spectrum.json", found.plain())
+    return found
 
 
-@torch.no_grad()
-def _timescales(block: torch.nn.Module, position: int) -> list[float] | None:
-    found = block.mixer.timescales(position)  # type: ignore[operator, union-attr]
-    return None if found is None else [float(tau) for tau in found]
+def look_at(paths: Sequence[Path], asked: Asked, device: str = "auto") -> list[RunSpectrum]:
+    """The spectra of the models in these folders. Raises UserError as `spectrum` does, and where one is given twice."""
+    if asked.tokens < 0:
+        raise UserError(f"--tokens {asked.tokens}: say how many to read, or 0 for timescales at rest alone")
+    places = [path.resolve() for path in paths]
+    for path, place in zip(paths, places, strict=True):
+        if places.count(place) > 1:
+            raise UserError(f"{path} is given twice")
+    where = resolve_device(device)
+    opened = [model_of(path) for path in paths]
+    for path, (checkpoint, _) in zip(paths, opened, strict=True):
+        if not resting_layers(build_model(checkpoint.config, device="meta")):
+            raise UserError(f"{path}: {checkpoint.config.cell} has no decays, so no spectrum")
+    cells = [checkpoint.config.cell for checkpoint, _ in opened]
+    names = told_apart(cells, [checkpoint.facts["seed"] for checkpoint, _ in opened], paths)
+    return [_look(name, path, *found, asked, where) for name, path, found in zip(names, paths, opened, strict=True)]
 
 
-def _summary(timescales: Timescales) -> tuple[SpectrumAt, ...]:
-    summary = []
-    for position, taus in timescales.items():
-        tau = torch.tensor(taus, dtype=torch.float64).sort(descending=True).values
-        gaps = -tau.log().diff()
-        summary.append(
-            SpectrumAt(
-                position=position,
-                slowest=float(tau[0]),
-                median=_median(tau),
-                fastest=float(tau[-1]),
-                smallest_log_gap=float(gaps.min()) if len(gaps) else None,
-                median_log_gap=_median(gaps) if len(gaps) else None,
-            )
+def _look(
+    name: str, path: Path, checkpoint: Checkpoint, run: RunConfig | None, asked: Asked, device: str
+) -> RunSpectrum:
+    trained_here = run is not None and run.checkpoint is None
+    train_length = run.task.train_length if run and trained_here else checkpoint.train_length
+    seed = int(checkpoint.facts["seed"])
+    model = checkpoint.model(device=device)
+    start = build_model(model.config, seed)
+    rest = model_spectrum(model, seed, train_length, start)
+    reading, remark = find_reading(path, checkpoint, run, rest.length, asked)
+    read, tally = None, None
+    if reading is not None:
+        targets = [times * rest.length for times in _KEPT_AT]
+        tally = Tally(rest.positions, _sources(rest), targets, reading.samples)
+        read = reading.read(model, tally)
+    before, after = resting_layers(start), resting_layers(model)
+    measured = tally.layers() if tally is not None else {}
+    sums = {number: _Sums(layer, rest) for number, layer in after.items()}
+    layers = tuple(
+        _numbers(layer, rest, {START: _Sums(before[layer.layer], rest), TRAINED: sums[layer.layer]}, measured)
+        for layer in rest.layers
+    )
+    return RunSpectrum(name, seed, rest, layers, tuple(_lines(rest, sums)), _densities(rest, tally), read, remark)
+
+
+def _sources(rest: Spectrum) -> tuple[int, ...]:
+    """The tokens j whose retention is looked at."""
+    return tuple(dict.fromkeys((1, rest.length)))
+
+
+def _grid(rest: Spectrum) -> list[int]:
+    """The positions of counts: half octaves up to LAST times T, and the spectrum's own."""
+    last = LAST * rest.length
+    halves = (round(2 ** (k / 2)) for k in range(2 * last.bit_length()))
+    return sorted({*(t for t in halves if t < last), *rest.positions, last})
+
+
+class _Sums:
+    """A layer at rest, and its rates summed up to each position of the grid."""
+
+    def __init__(self, layer: Resting, rest: Spectrum) -> None:
+        self.layer, self.rest = layer, rest
+        self.sums = cumulative_rates(layer.rates, {*_grid(rest), *_sources(rest)})
+
+    def kept(self, token: int, position: int) -> Float64:
+        """What is left of a token at a position, [N]."""
+        found: Float64 = np.exp(self.sums[token] - self.sums[position])
+        return found
+
+    def counts(self) -> Counts:
+        grid = _grid(self.rest)
+        return Counts(
+            useful={t: useful(self.layer.timescales(t), t) for t in grid},
+            graded={j: {t: graded(self.kept(j, t)) for t in grid if t > j} for j in _sources(self.rest)},
         )
-    return tuple(summary)
 
 
-def _tokens(tau: float) -> str:
-    return f"{tau:.3g}" if tau < 1000 else f"{tau:.0f}"
+def _numbers(
+    layer: LayerTimescales, rest: Spectrum, sums: dict[str, _Sums], measured: dict[int, MeasuredLayer]
+) -> LayerNumbers:
+    order = {START: layer.order_at_start, TRAINED: layer.order_after}
+    return LayerNumbers(
+        rest=layer,
+        gaps={START: _gaps(layer.at_start, log=True), TRAINED: _gaps(layer.after, log=True)},
+        order_gaps={when: _gaps(speeds, log=False) for when, speeds in order.items() if speeds is not None},
+        counts={when: found.counts() for when, found in sums.items()},
+        measured=measured.get(layer.layer),
+    )
 
 
-def _median(values: torch.Tensor) -> float:
-    return float(values.quantile(0.5))
+def _gaps(numbers: Timescales, *, log: bool) -> dict[int, Gaps]:
+    found = {t: Gaps.of(np.log(values) if log else np.asarray(values)) for t, values in numbers.items()}
+    return {t: gaps for t, gaps in found.items() if gaps is not None}
+
+
+def _lines(rest: Spectrum, sums: dict[int, _Sums]) -> list[Line]:
+    """Retention of token 1 by channels of all layers, evenly chosen from the slowest to the fastest at T."""
+    at = {layer.layer: layer.after[rest.length] for layer in rest.layers}
+    channels = sorted(((tau, number, n) for number, taus in at.items() for n, tau in enumerate(taus)), reverse=True)
+    return [
+        Line(number, channel, tau, {t: float(sums[number].kept(1, t)[channel]) for t in _grid(rest)})
+        for tau, number, channel in evenly(channels, _LINES)
+    ]
+
+
+def _densities(rest: Spectrum, tally: Tally | None) -> Densities:
+    position, cap = rest.length, float(CAP * rest.length)
+    start = np.concatenate([layer.at_start[position] for layer in rest.layers]).clip(max=cap)
+    after = np.concatenate([layer.after[position] for layer in rest.layers]).clip(max=cap)
+    octaves = octaves_of(min(start.min(), after.min(), 1), max(start.max(), after.max()))
+    measured = None if tally is None else tally.densities(position, octaves, cap)
+    return Densities(octaves, density(start, octaves), density(after, octaves), measured)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from decaybench.models.addons.bft import make_residual
-from decaybench.models.branch import Branch, Context, Mixer, Place
+from decaybench.models.branch import Branch, Context, DecayObserver, Mixer, Place
 from decaybench.models.config import ModelConfig
 from decaybench.models.ffn import Identity, make_ffn
 from decaybench.models.module import LayerNorm, Module, RMSNorm
@@ -22,6 +22,7 @@ class Block(Module):
 
     def __init__(self, config: ModelConfig, layer: int, backend: str) -> None:
         super().__init__()
+        self.layer = layer
         shrink = math.sqrt(config.n_layers * (2 if config.ffn else 1))
         place = Place(config.d_model, layer, config.n_layers, shrink, config.post, backend)
         self.norm = make_norm(config)
@@ -36,7 +37,8 @@ class Block(Module):
     def forward(self, stream: Stream, context: Context, state: LayerState | None) -> tuple[Stream, LayerState]:
         x = self.norm(stream.hidden)
         observer = self.residual.observer(stream, x, context, state.residual if state else None)
-        y, mixer_state = self.mixer(x, context, state.mixer if state else None, observer)
+        watching = observer if context.decays is None else DecayObserver(observer, context.decays, self.layer)
+        y, mixer_state = self.mixer(x, context, state.mixer if state else None, watching)
         stream = self.residual.update(stream, y, observer, self.mixer)
         y, ffn_state = None, None
         if self.ffn is not None and self.ffn_norm is not None:

@@ -49,13 +49,15 @@ class Context:
 
     layout: positions and what they mean. keep_state: whether the caller wants the state after the last token.
     shared: what a layer leaves for the layers above it in the same pass (RWKV-7's first value). trace: where
-    residuals note what they did, a LayerTrace a layer; None: nobody looks.
+    residuals note what they did, a LayerTrace a layer; None: nobody looks. decays: where the log-decays of recurrent
+    mixers are noted, by layer, float32 [B, T, N] of N heads or channels; None likewise.
     """
 
     layout: Layout
     keep_state: bool
     shared: dict[str, Tensor] = field(default_factory=dict)
     trace: list[LayerTrace] | None = None
+    decays: dict[int, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,27 @@ class Observer:
 
     def dynamics(self, jacobian: Tensor) -> None:
         """jacobian: [B, T, D], the diagonal of the FFN's Jacobian with respect to its input."""
+
+
+class DecayObserver(Observer):
+    """Notes a mixer's log-decays in `decays` under `layer`, and leaves all else to another observer, if any."""
+
+    def __init__(self, inner: Observer | None, decays: dict[int, Tensor], layer: int) -> None:
+        self.inner = inner or Observer()
+        self.decays, self.layer = decays, layer
+
+    def write(self, values: Tensor, write_strength: Tensor | None, log_decay: Tensor) -> Tensor | None:
+        self.decays[self.layer] = log_decay.flatten(2)
+        return self.inner.write(values, write_strength, log_decay)
+
+    def read(self, size: Tensor, scale: Tensor) -> None:
+        self.inner.read(size, scale)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return self.inner.attend(q, k, v, mask)
+
+    def output(self, y: Tensor) -> Tensor:
+        return self.inner.output(y)
 
 
 class Branch(Module):

@@ -7,6 +7,7 @@ entrance and put back at the exit.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -152,6 +153,25 @@ class LanguageModel(Module):
         return [LayerTrace.joined(parts) for parts in zip(*traced, strict=True)]
 
     @torch.no_grad()
+    def decays(
+        self, tokens: Tensor, positions: Tensor | None = None, *, piece: int = 4096
+    ) -> Iterator[dict[int, Tensor]]:
+        """The log-decays of recurrent layers while reading tokens [B, T], piece by piece of at most `piece` tokens.
+
+        Yields for each piece its log-decays by layer, float32 [B, piece, N] of N heads or channels, in the order of
+        `Mixer.timescales`. What stands at padding means nothing.
+        """
+        state = None
+        for start in range(0, tokens.shape[1], piece):
+            part = slice(start, start + piece)
+            where = None if positions is None else positions[:, part]
+            found: dict[int, Tensor] = {}
+            more = start + piece < tokens.shape[1]
+            _, state = self._hidden(tokens[:, part], where, state, more, decays=found)
+            order = None if where is None else compaction(where)
+            yield {layer: noted if order is None else _put_back(noted, order) for layer, noted in found.items()}
+
+    @torch.no_grad()
     def initial_precision(self, tokens: Tensor) -> Tensor | None:
         """lambda of the embedding, the mean over D, float32 [B, T], for tokens [B, T]; None where none is carried."""
         return None if self.precision is None else self.precision(tokens, self._embed(tokens)).reciprocal().mean(-1)
@@ -163,6 +183,7 @@ class LanguageModel(Module):
         state: ModelState | None,
         output_state: bool,
         trace: list[LayerTrace] | None = None,
+        decays: dict[int, Tensor] | None = None,
     ) -> tuple[Tensor, ModelState | None]:
         B, T = tokens.shape
         if T == 0:
@@ -182,7 +203,7 @@ class LanguageModel(Module):
         else:
             layout = Layout.fresh(T, tokens.device)
 
-        context = Context(layout, keep_state=output_state, trace=trace)
+        context = Context(layout, keep_state=output_state, trace=trace, decays=decays)
         x = self._embed(tokens)
         stream = Stream(x, None if self.precision is None else self.precision(tokens, x))
         layers = []
@@ -191,7 +212,7 @@ class LanguageModel(Module):
             layers.append(layer)
         x = self.norm(stream.hidden)
         if order is not None:
-            x = torch.empty_like(x).scatter(1, order[..., None].expand_as(x), x)
+            x = _put_back(x, order)
         if not output_state:
             return x, None
         seen = state.seen if state else torch.zeros(B, dtype=torch.long, device=tokens.device)
@@ -210,6 +231,11 @@ class LanguageModel(Module):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)
+
+
+def _put_back(x: Tensor, order: Tensor) -> Tensor:
+    """What `compaction` moved by `order` [B, T], back in its place; x: [B, T, N]."""
+    return torch.empty_like(x).scatter(1, order[..., None].expand_as(x), x)
 
 
 def build_model(

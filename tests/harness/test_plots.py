@@ -20,8 +20,9 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
 from decaybench.core.errors import RunError
-from decaybench.harness.plots import draw_evaluation, draw_timescales, evaluation_figures, timescale_figure
-from decaybench.harness.spectra import LayerTimescales, Spectrum
+from decaybench.harness.plots import draw_evaluation, evaluation_figures
+from decaybench.harness.spectrum_plots import draw_timescales, timescale_figure
+from decaybench.harness.spectrum_rest import LayerTimescales, Spectrum
 from decaybench.results.record import Record, groups, seal
 from decaybench.results.statistics import wilson
 from tests.results.example import cell, content
@@ -393,7 +394,7 @@ def test_distances_have_a_panel_a_variant() -> None:
 
 def test_timescales_are_drawn_from_slow_to_fast_for_each_position() -> None:
     made = spectrum()
-    figure = timescale_figure(made)
+    figure = timescale_figure([made])
     for panel, layer in zip(panels(figure), made.layers, strict=True):
         assert panel.get_yscale() == "log"
         assert panel.get_title(loc="left") == f"layer {layer.layer}"
@@ -409,12 +410,12 @@ def test_timescales_are_drawn_from_slow_to_fast_for_each_position() -> None:
 
 
 def test_timescales_without_positions_are_one_line() -> None:
-    (panel, _) = panels(timescale_figure(spectrum(post=False)))
+    (panel, _) = panels(timescale_figure([spectrum(post=False)]))
     assert list(named(panel)) == ["every t, start", "every t, trained"]
 
 
 def test_of_many_layers_six_are_drawn_and_the_title_says_so() -> None:
-    figure = timescale_figure(spectrum(layers=24, heads=24))
+    figure = timescale_figure([spectrum(layers=24, heads=24)])
     titles = [panel.get_title(loc="left") for panel in panels(figure)]
     assert titles == [f"layer {layer}" for layer in (0, 5, 9, 14, 18, 23)]
     assert "6 of 24 layers" in figure.get_suptitle()
@@ -422,7 +423,7 @@ def test_of_many_layers_six_are_drawn_and_the_title_says_so() -> None:
 
 @pytest.mark.parametrize("made", [(1, 1, True, T), (3, 64, True, None), (5, 2, False, 1), (7, 3, True, 2)])
 def test_odd_spectra_are_drawn(made: tuple[int, int, bool, int | None]) -> None:
-    lay_out(timescale_figure(spectrum(*made)))
+    lay_out(timescale_figure([spectrum(*made)]))
 
 
 ODD = {

@@ -284,7 +284,7 @@ def test_multiples_are_of_the_checkpoints_own_training_length(here: Path, finish
     assert [(cell["eval_length"], cell["ratio"]) for cell in found["cells"]] == [(32, 1.0), (64, 2.0)]
     assert found["task"]["config"]["train_length"] == 32
     for layer in found["spectrum"]["layers"]:
-        assert [at["position"] for at in layer["after"]] == [1, 32, 128]
+        assert [at["position"] for at in layer["after"]] == [1, 32, 128, 512]
     python = decaybench.run({"task": {"name": "niah"}, "checkpoint": "given", "evaluation": {"lengths": ["3x"]}})
     assert {(cell.eval_length, cell.ratio) for cell in python.cells} == {(96, 3.0)}
 
@@ -410,7 +410,7 @@ def test_spectrum_in_the_record(here: Path, finished: Finished) -> None:
     assert record.spectrum is not None
     assert [layer.layer for layer in record.spectrum.layers] == [0, 1]
     for layer in record.spectrum.layers:
-        assert [at.position for at in layer.after] == [1, 32, 128]
+        assert [at.position for at in layer.after] == [1, 32, 128, 512]
         assert layer.at_start is not None and layer.at_start != layer.after
         assert all(at.slowest >= at.median >= at.fastest > 0 for at in layer.after)
     attention = {**DATA, "model": {"name": "attention", "d_model": 16}}

@@ -217,6 +217,11 @@ class TaperedSpectrum(Spectrum):
     def ordered_rates(self) -> Tensor:
         return torch.cat([self.base[None], self.base + F.softplus(self.deltas).cumsum(0)])
 
+    def log_speeds(self, position: int) -> Tensor:
+        """Logs of the decay speeds at `position` that this spectrum gives alone, up to a constant, float32 [N]."""
+        at = torch.full((1, 1), position, device=self.base.device)
+        return self._log_speed(self.log_rate(at).flatten())
+
     def tapers(self) -> Tensor | None:
         if not self._config.scales:
             return None
