@@ -17,7 +17,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 parity: $(VENV)/.parity  ## compare with other projects' packages; their GPU kernels are interpreted, so no GPU is needed
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q -m 'parity or interpreter'
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q -m 'parity or interpreter or cluster'
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -33,7 +33,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 # mamba-ssm's Python and Triton code without its CUDA code and that code's dependencies: it is built beside the PyTorch
 # that it runs with, hence the tools for that and no isolation.
 $(VENV)/.parity: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) --editable '.[dev,parity,lm]' setuptools wheel packaging ninja
+	$(PIP) --editable '.[dev,parity,lm,cluster]' setuptools wheel packaging ninja
 	MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE $(PIP) --no-build-isolation --no-deps mamba-ssm
 	touch $@ $(VENV)/.dev $(VENV)/.base
 

@@ -28,10 +28,12 @@ MQAR = ("mqar", *TINY)
 NOISY = ("mqar", "--noisy-sources", *TINY, "--set", "evaluation.persist_kv=2")
 
 _processes: Any = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(
-    # Also what a run imports late: the optimiser its compiler, the registry the mixer.
-    ["decaybench.cli", "decaybench.harness.run", "torch._dynamo", "decaybench.models.mixers.mamba2", "rich.progress"]
-)
+# Also what a run imports late: the optimiser its compiler, the registry the mixer.
+PRELOADED = [
+    *("decaybench.cli", "decaybench.harness.run", "torch._dynamo", "decaybench.models.mixers.mamba2", "rich.progress"),
+    "tests.no_figures",
+]
+_processes.set_forkserver_preload(PRELOADED)
 
 
 class Result(NamedTuple):
@@ -97,15 +99,12 @@ def start(*words: str, cwd: Path, output: Path | None = None, before: Callable[[
 def _child(words: tuple[str, ...], cwd: Path, output: list[Path], before: Callable[[], None] | None) -> None:
     import torch
 
-    from decaybench.harness import run
-
     # Where the tests run in the background of a script, the shell has them ignore Ctrl-C, and so their children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(cwd)
     for stream, path in zip((1, 2), output, strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), stream)
     torch.set_num_threads(1)
-    run._draw = lambda record, spectrum, folder: None
     if before:
         before()
     sys.argv = ["bench", *words]

@@ -80,7 +80,7 @@ def explain(error: ValidationError, kind: type[BaseModel], where: str = "") -> s
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML file's mapping. Raises UserError when it can't be read or isn't a mapping."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 a SafeLoader
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not text, or a date like 2020-99-99
@@ -98,7 +98,7 @@ def apply_settings(data: dict[str, Any], settings: Iterable[str]) -> dict[str, A
         if not found or not all(path):
             raise UserError(f"--set takes key=value, for example training.steps=500, not {setting!r}")
         try:
-            value = _number(yaml.safe_load(text))
+            value = number_or_text(yaml.safe_load(text))
         except (yaml.YAMLError, ValueError, RecursionError):
             raise UserError(f"--set {key}: {text!r} is not a YAML value") from None
         merge(data, nested(path, value))
@@ -114,6 +114,16 @@ def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         else:
             base[key] = value
     return base
+
+
+def number_or_text(value: Any) -> Any:
+    """`value`, but a text that is a number as this number: YAML 1.1 reads 1e-3 (no dot) as a text, and nobody else."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
 
 
 def nested(path: list[str], value: Any) -> dict[str, Any]:
@@ -132,14 +142,18 @@ def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _number(value: Any) -> Any:
-    # YAML 1.1 reads 1e-3 (no dot) as a string; everyone who types it means a number.
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping, of which YAML's loader takes the last without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        known = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if (key.tag, key.value) in known:
+                    where = f"line {key.start_mark.line + 1}"
+                    raise yaml.constructor.ConstructorError(problem=f"key {key.value!r} stands there twice, {where}")
+                known.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
 
 
 def _distinct(problems: list[ErrorDetails]) -> list[ErrorDetails]:

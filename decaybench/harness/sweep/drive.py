@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 ENGINES = ("local", "ray")
-_GLANCE = 0.5  # seconds between looks at what is at work
+_GLANCE = 0.2  # seconds between looks at what is at work
 _TRIES = 4  # of a run whose worker is lost
 
 
@@ -237,7 +237,7 @@ class _Work:
             self.waiting.append(run)
         elif ended.again and self._tries.get(run.number, 1) < _TRIES:
             self._tries[run.number] = self._tries.get(run.number, 1) + 1
-            board.note(f"{run.label}: {ended.error}; it is tried again from its last checkpoint")
+            board.note(f"{run.label}: {ended.error}; it goes on from its last checkpoint")
             self.waiting.insert(0, run)
         elif ended.error is not None:
             self._failed(run, ended.error)

@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -16,11 +17,13 @@ from typing import Any, Self
 
 import torch
 
+import decaybench
 from decaybench.core.errors import UserError
 from decaybench.harness.sweep.plan import Planned
 from decaybench.harness.sweep.worker import Ended, carry_out_here, death, into_file, last_words
 from decaybench.harness.workers import end_with_parent
 
+_ROOT = Path(decaybench.__file__).resolve().parents[1]
 # What a run imports, loaded once by the server that every run's process is a copy of; also what is imported late.
 _PRELOAD = ["decaybench.harness.run", "torch._dynamo", "matplotlib.figure", "typer", "rich.progress"]
 
@@ -53,6 +56,7 @@ class LocalEngine:
             )
         self._threads, self._logs = threads, logs
         self._working: list[_Working] = []
+        self._context = _context()
         self._over = not self._slots and self.workers * threads > cores
         self._cores = cores
 
@@ -82,9 +86,10 @@ class LocalEngine:
     def start(self, run: Planned) -> None:
         gpu = next((slot for slot in self._free_slots()), "") if self._slots is not None else None
         log = self._logs / f"{run.key.replace('/', '-')}.txt"
-        context = _context()
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs, run.config.plain(), self._threads, gpu, log), daemon=True)
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=_work, args=(theirs, run.config.plain(), self._threads, gpu, log), daemon=True
+        )
         process.start()
         theirs.close()
         self._working.append(_Working(run, ours, process, log, gpu))
@@ -113,9 +118,19 @@ class LocalEngine:
 
 def _context() -> Any:
     """A copy of a process that has PyTorch loaded takes no time; elsewhere than on Linux that isn't safe."""
-    context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-    if sys.platform == "linux":
-        context.set_forkserver_preload(_PRELOAD)
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    before = os.environ.get("PYTHONPATH")
+    # The server finds modules by the environment alone, and is to load this package, not one installed beside it.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before:
+            os.environ["PYTHONPATH"] = before
     return context
 
 

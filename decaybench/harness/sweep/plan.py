@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 from pydantic import Field, field_validator
 
-from decaybench.core.config import Config, merge, nested, parse, read_yaml
+from decaybench.core.config import Config, merge, nested, number_or_text, parse, read_yaml
 from decaybench.core.errors import UserError
 from decaybench.harness.addons import ADDONS
 from decaybench.harness.config import RunConfig
@@ -179,7 +179,8 @@ def _layers(asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         path = key.split(".")
         if not all(path):
             raise UserError(f"{key!r} is no key; one looks like training.steps")
-        merge(whole, json.loads(json.dumps(nested(path, value), default=str)))  # a copy: merge changes what it is given
+        copied = json.loads(json.dumps(number_or_text(value), default=str))  # merge changes what it is given
+        merge(whole, nested(path, copied))
     flat = dict(_flat(whole, ""))
     return (
         {key: value for key, value in flat.items() if value is not None},

@@ -97,7 +97,7 @@ def state_figure(records: Sequence[Record]) -> Figure | None:
 
 
 def state_lines(records: Sequence[Record]) -> list[Line]:
-    """The figure's lines, in order of appearance. Settings of the model tell no lines apart but by its name."""
+    """The figure's lines, in order of their models. Settings of the model tell no lines apart but by its name."""
     lines: dict[str, Line] = {}
     for record in records:
         settings = {key: value for key, value in settings_of(record).items() if not key.startswith("model.")}
@@ -110,11 +110,11 @@ def state_lines(records: Sequence[Record]) -> list[Line]:
         state = sum(record.model.state_elements)
         for place, values in found.items():  # several: depths
             line.values.setdefault(place, {}).setdefault(state, []).append(fmean(values))
-    return list(lines.values())
+    return sorted(lines.values(), key=lambda line: (line.architecture, line.model))  # the architecture alone first
 
 
 def _looks(lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """An ink and a mark an architecture, a kind of line for what else differs."""
+    """An ink and a mark an architecture, a kind of line for what else differs: dashed and hollow the first."""
     names = distinct(line.architecture for line in lines)
     looks = []
     for line in lines:
@@ -146,11 +146,11 @@ def _draw_panel(
 def _legend(lines: Sequence[Line], looks: Sequence[dict[str, Any]]) -> list[Any]:
     from matplotlib.lines import Line2D
 
-    keys = dict.fromkeys(key for line in lines for key in line.settings)
-    differ = [key for key in keys if len(distinct(line.settings.get(key) for line in lines)) > 1]
     handles = []
     for line, look in zip(lines, looks, strict=True):
-        told = [f"{key.rpartition('.')[2]}={short(line.settings.get(key))}" for key in differ]
+        alike = [other.settings for other in lines if other.model == line.model]
+        differ = [key for key in line.settings if len(distinct(settings.get(key) for settings in alike)) > 1]
+        told = [f"{key.rpartition('.')[2]}={short(line.settings[key])}" for key in differ]
         handles.append(Line2D([], [], label=" ".join([line.model, *told]), **look))
     return handles
 
