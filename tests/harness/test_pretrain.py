@@ -727,8 +727,12 @@ def test_a_dry_run_of_sets_of_several_lengths_counts_each(here: Path) -> None:
     told = json.loads(bench(*words, *plan, "--dry-run", "--json").out)
     assert (told["steps"], told["tokens"]) == (15, 3 * (12 * 16 + 6 * 32))
     d, layers, V = 64, 2, 272
-    each = {L: 3 * 2 * (L * (layers * 4 * d * d) + kv * V * d + layers * 2 * L * L * d) for L, kv in ((16, 2), (32, 4))}
-    assert told["flops"] == pytest.approx(3 * (12 * each[16] + 6 * each[32]), rel=1e-3)
+    norms = 2 * (layers + 1) * d  # a product with itself forwards
+    each = {
+        L: 3 * 2 * (L * layers * 4 * d * d + kv * V * d + layers * 2 * L * L * d) + L * norms
+        for L, kv in ((16, 2), (32, 4))
+    }
+    assert told["flops"] == 3 * (12 * each[16] + 6 * each[32])
     assert told["logit_bytes"] == 3 * 4 * 4 * 4 * V
     part = json.loads(bench(*words, *plan, "--set", "training.steps=6", "--dry-run", "--json").out)
     assert (part["steps"], part["tokens"]) == (6, 12 * 16 + 6 * 32 + 4 * 16)
