@@ -297,6 +297,20 @@ def test_the_protocols_own_sizes_may_be_chosen() -> None:
             assert found == (None if size == other else "zoology-based")
 
 
+@pytest.mark.parametrize("value", [True, 3, -1e308, "x", [], [1, {"a": 2}], {"a": [{}]}, 10**30], ids=repr)
+def test_a_record_that_somebody_made_up_is_answered_all_the_same(value: Any) -> None:
+    for part, key in (
+        *(("training", key) for key in ("steps", "betas", "decayed", "learning_rate")),
+        *(("model", key) for key in ("d_model", "post", "mixer", "norm", "n_layers")),
+        *(("task", key) for key in ("stages", "fill", "train_length")),
+    ):
+        if (key, value) == ("steps", 10**30):  # a training ends with its last epoch
+            continue
+        record = edited(finished("post-16k"), lambda c, p=part, k=key: c[p]["config"].update({k: value}))
+        found = departures(record, "post-16k")
+        assert found and all(isinstance(reason, str) and "\n" not in reason for reason in found), (part, key)
+
+
 def test_no_name_is_unknown() -> None:
     record = seal(finished("post-16k"))
     with pytest.raises(UserError, match=r"unknown protocol 'post-16'; did you mean 'post-16k'\?"):
