@@ -646,6 +646,10 @@ def speed(
 
     report: SpeedReport | GeneratorReport
     if generators:
+        given = {"--model": model != "mamba2", "--long": long, "--set": settings, "--shape": shape != "smoke"}
+        given |= {f"--{name}": True for name in addons}
+        if unused := [flag for flag, said in given.items() if said]:
+            raise UserError(f"--generators measures no model: leave out {unused[0]}")
         report = measure_generators(repeats=repeats, progress=Progress(quiet=quiet))
     else:
         report = measure_speed(
