@@ -966,6 +966,8 @@ def _show(outcomes: Sequence[Outcome]) -> None:
 
         _print(table([outcome.record for outcome in outcomes]))
     for outcome in outcomes:
+        if outcome.record.selection is not None:
+            _print(f"chosen   {outcome.run.checkpoint / f'step-{outcome.record.selection.chosen.step:08d}'}")
         _print(f"record   {outcome.evaluation.record_path}\nfigures  {outcome.evaluation.figures}")
 
 
