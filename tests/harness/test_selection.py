@@ -295,7 +295,7 @@ def test_damage_in_a_points_answers_is_repaired(here: Path, rigged: list[tuple[f
     (path,) = here.glob("runs/*/evaluations/*/record.json")
     path.unlink()
     results = sorted(here.glob("runs/*/points/step-00000006/*/result.json"))
-    results[0].write_text("{")
+    results[0].write_text('{"values": [1.0], "data_hash": "' + "0" * 64 + '"}')
     (lines,) = results[1].parent.glob("samples/*stage1.jsonl") or results[1].parent.glob("samples/capacity-length32*")
     results[1].unlink()
     lines.write_text(lines.read_text()[:-30])
