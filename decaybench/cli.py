@@ -762,6 +762,10 @@ def speed(
 
     report: SpeedReport | GeneratorReport
     if generators:
+        given = {"--model": model != "mamba2", "--long": long, "--set": settings, "--shape": shape != "smoke"}
+        given |= {f"--{name}": True for name in addons}
+        if unused := [flag for flag, said in given.items() if said]:
+            raise UserError(f"--generators measures no model: leave out {unused[0]}")
         report = measure_generators(repeats=repeats, progress=Progress(quiet=quiet))
     else:
         report = measure_speed(
@@ -1100,6 +1104,8 @@ def _show(outcomes: Sequence[Outcome], preset: str | None) -> None:
 
         _print(table([outcome.record for outcome in outcomes]))
     for outcome in outcomes:
+        if outcome.record.selection is not None:
+            _print(f"chosen   {outcome.run.checkpoint / f'step-{outcome.record.selection.chosen.step:08d}'}")
         _print(f"record   {outcome.evaluation.record_path}\nfigures  {outcome.evaluation.figures}")
         if preset in PROTOCOLS:
             _print(remark(outcome.record, str(preset)))

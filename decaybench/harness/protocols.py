@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from decaybench.core.config import flat, merge, parse
+from decaybench.core.errors import UserError
 from decaybench.core.names import unknown
 from decaybench.harness.config import RunConfig, TrainingConfig, evaluation_cells
 from decaybench.harness.plans import make_plan
@@ -167,18 +168,20 @@ def _training_departures(record: Record, protocol: Protocol) -> Iterator[str]:
         **_under("model", record.model.config),
         **_under("training", training.config),
     }
-    bound = _bound(wanted)
-    for key in dict.fromkeys([*bound, *found]):
-        if not _free(key, protocol, model) and not _equal(found.get(key), bound.get(key)):
-            yield f"{key}={_said(found.get(key))}; {name} has {_said(bound.get(key))}"
+    bound = {key: value for key, value in _bound(wanted).items() if not _free(key, protocol, model)}
+    others = [key for key in found if key not in bound and not _free(key, protocol, model)]
+    odd = {key: _said(bound.get(key)) for key in [*bound, *others] if not _equal(found.get(key), bound.get(key))}
     for key, values in choices.items():
         if not any(_equal(found.get(key), value) for value in values):
-            yield f"{key}={_said(found.get(key))}; {name} has {_one_of(values)}"
+            odd[key] = _one_of(values)
+    for key, demanded in odd.items():
+        yield f"{key}={_said(found.get(key))}; {name} has {demanded}"
     for addon in ADDONS:
-        horizon = (record.model.config.get(addon) or {}).get("horizon")
+        horizon = found.get(f"model.{addon}.horizon")
         if horizon not in (None, wanted.task.train_length):
             yield f"model.{addon}.horizon={horizon}; the training length is {wanted.task.train_length}"
-    yield from _group_departures(record, training, protocol)
+    if not any(key.startswith("model.") for key in odd):  # of another model they say nothing, and it may be any size
+        yield from _group_departures(record, training, protocol)
     if record.environment.dtype != wanted.training.dtype:
         yield f"evaluated in {record.environment.dtype}; {name} has {wanted.training.dtype}"
     yield from _cell_departures(record, wanted, name)
@@ -187,9 +190,12 @@ def _training_departures(record: Record, protocol: Protocol) -> Iterator[str]:
 
 def _group_departures(record: Record, training: TrainingInfo, protocol: Protocol) -> Iterator[str]:
     """Of the parameters that the model has without BFT, whose own aren't the protocol's to train."""
-    config = parse(ModelConfig, {**record.model.config, "bft": None}, "model")
-    model = build_model(config, device="meta")
-    given = parse(TrainingConfig, training.config, "training")
+    try:
+        model = build_model(parse(ModelConfig, {**record.model.config, "bft": None}, "model"), device="meta")
+        given = parse(TrainingConfig, training.config, "training")
+    except UserError as error:  # made up: what it departs in is said above
+        yield f"training groups can't be told: {error}"
+        return
     found = treatments(model, given.decayed)
     wanted = protocol.groups(model) if protocol.groups else found
     odd = [parameter for parameter, treatment in found.items() if treatment != wanted[parameter]]
@@ -218,8 +224,8 @@ def _selection_departures(
     plan = make_plan(make_task(wanted.task).stages(), wanted.training, record.seed)
     total, chosen = plan.total_steps, record.selection
     steps = training.config.get("steps")
-    if steps is not None and (chosen is None or steps != chosen.chosen.step) and steps < total:
-        yield f"training.steps={steps:,}; {name} has {total:,}, {wanted.training.epochs} epochs"
+    if steps is not None and not (isinstance(steps, int) and steps >= total):
+        yield f"training.steps={_said(steps)}; {name} has {total:,}, {wanted.training.epochs} epochs"
     if chosen is None:
         rates = ", ".join(f"{rate:.3g}" for rate in grid)
         yield f"its learning rate and epoch weren't selected on a validation set; {name} has the grid {rates}"
@@ -308,7 +314,7 @@ def _free(key: str, protocol: Protocol, model: str) -> bool:
     """Whether an item isn't bound to the preset's value."""
     if key == "training.batch_tokens":
         return _wanted(protocol.name, model).training.batch_samples is not None
-    of_addon = any(key.startswith(f"model.{addon}.") for addon in ADDONS)
+    of_addon = any(key.startswith(f"model.{addon}.") for addon in ADDONS)  # options; there is no model.post alone
     return of_addon or key in _IDLE or key in _SPEED or key in _choices(protocol, model)
 
 
@@ -386,7 +392,7 @@ def _equal(found: Any, wanted: Any) -> bool:
 
 
 def _said(value: Any) -> str:
-    if isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
+    if isinstance(value, list | tuple) and value and all(isinstance(part, Mapping) for part in value):
         return f"({'; '.join(_stage(stage) for stage in value)})"
     if isinstance(value, list | tuple):
         return f"({', '.join(_said(part) for part in value)})"

@@ -252,7 +252,8 @@ class _Selection:
         model: LanguageModel | None = None
         for name in self.sets():
             place = point_folder(folder, step, self.sets()[name])
-            if (kept := _kept(place.path, self.progress)) is None:
+            wanted = len(self.validation if name == "validation" else self.cells)
+            if (kept := _kept(place.path, wanted, self.progress)) is None:
                 model = model or checkpoint.model(device=self.device, backend=self.backend)
                 self.progress.say(f"learning rate {config.training.learning_rate:g}, step {step}: {name}")
                 answered = self._ask(model, config, name, place)
@@ -305,12 +306,16 @@ def _checkpoint(folder: RunFolder, step: int) -> Path:
     return folder.checkpoint / f"step-{step:08d}"
 
 
-def _kept(folder: Path, progress: Progress) -> _Result | None:
+def _kept(folder: Path, cells: int, progress: Progress) -> _Result | None:
     """A point's finished answers; None where they aren't, or can't be read: then the samples are looked at again."""
-    if not (folder / _RESULT).exists():
+    path = folder / _RESULT
+    if not path.exists():
         return None
     try:
-        return parse(_Result, read_json(folder / _RESULT), _RESULT)
+        found = parse(_Result, read_json(path), str(path))
+        if len(found.values) != cells:
+            raise UserError(f"{path} has {len(found.values)} values for {cells} cells")
     except UserError as error:
         progress.note(f"{error}; looking at its samples again")
         return None
+    return found

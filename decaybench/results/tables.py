@@ -154,6 +154,9 @@ def _caption(record: Record) -> str:
     longest, wanted = record.longest_trained, record.train_length
     if longest is not None and wanted is not None and longest < wanted:
         parts.append(f"trained on at most {longest} tokens, so 1x ({wanted}) is beyond training already")
+    if record.selection:
+        chosen = record.selection.chosen
+        parts.append(f"learning rate {chosen.learning_rate:.3g} and step {chosen.step} chosen on a validation set")
     if record.comparable_to:
         parts.append(f"comparable to {record.comparable_to}")
     return "; ".join([*parts, f"record {record.record_id[:12]}"])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decaybench.core.draws import Draws, philox4x32
+from decaybench.core.draws import _BLOCK, Draws, _order_of_times, _taken, philox4x32
 from tests.statistics import fits
 
 KEY = 0x0123_4567_89AB_CDEF
@@ -140,3 +140,51 @@ def test_weighted_has_the_law_of_drawing_one_after_the_other():
 def test_weighted_can_draw_every_place():
     rows = draws(200).weighted(0, 6, np.arange(1.0, 7.0))
     assert (np.sort(rows, axis=1) == np.arange(6)).all()
+
+
+# --- the fast forms draw the very numbers of the plain ones
+
+
+def floyd(picks: np.ndarray, first: int) -> list[int]:
+    """One row of Floyd's algorithm: place by place, each takes its pick unless an earlier place has it."""
+    chosen: list[int] = []
+    for place, pick in enumerate(picks.tolist()):
+        chosen.append(first + place if pick in chosen else pick)
+    return chosen
+
+
+@given(st.integers(0, 40), st.sampled_from([0, 1, 2, 5, 60, 5000]), st.integers(0, 2**40))
+@settings(max_examples=60, deadline=None)
+def test_distinct_is_floyds_algorithm_place_by_place(n, spare, start):
+    bound = n + spare
+    source = draws(6, start)
+    picks = source.integers(3, n, np.arange(bound - n, bound)[None, :] + 1)
+    order = np.argsort(source.bits(4, n), axis=1, kind="stable")
+    expected = [
+        np.array(floyd(row, bound - n), dtype=np.int64)[places] for row, places in zip(picks, order, strict=True)
+    ]
+    assert source.distinct(3, n, bound).tolist() == [row.tolist() for row in expected]
+
+
+def test_replaced_picks_that_follow_one_another_are_found():
+    # Place 1 can't have 0 and takes 5; so place 2 can't have 5 and takes 6, and so on: a chain through all places.
+    picks = np.array([[0, 0, 5, 6, 7], [0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [3, 3, 3, 3, 3]])
+    taken = _taken(picks, 4)
+    assert np.where(taken, 4 + np.arange(5), picks).tolist() == [floyd(row, 4) for row in picks]
+    assert taken.tolist()[:2] == [[False, True, True, True, True], [False] * 5]
+
+
+def test_weighted_sorts_equal_and_almost_equal_times_as_a_stable_sort_does():
+    near = np.nextafter(1.0, 2.0)
+    rows = np.array([[1.0, 1.0, 1.0, 0.5], [near, 1.0, near, 1.0], [3.0, 1.0, 2.0, 0.1], [np.inf, 1e-300, np.inf, 0.0]])
+    assert np.array_equal(_order_of_times(rows), np.argsort(rows, axis=1, kind="stable"))
+    wide = 1 + np.random.default_rng(0).integers(0, 9, size=(50, 300)) * (near - 1)
+    assert np.array_equal(_order_of_times(wide), np.argsort(wide, axis=1, kind="stable"))
+
+
+def test_blocks_of_counters_join_without_a_seam():
+    n = 2 * _BLOCK + 3
+    words = philox4x32(tuple(np.arange(n, dtype=np.uint32) + shift for shift in range(4)), (1, 2))
+    for row in (0, _BLOCK - 1, _BLOCK, n - 1):
+        alone = philox4x32(tuple(np.array([row + shift], dtype=np.uint32) for shift in range(4)), (1, 2))
+        assert words[row].tolist() == alone[0].tolist()

@@ -69,7 +69,7 @@ def test_zoology_iclr24(length: int, kv: int, batch: int) -> None:
     plan = make_plan(make_task(config.task).stages(), training, 0)
     assert (plan.steps_by_epoch, plan.total_steps) == (math.ceil(1e5 / batch), 64 * math.ceil(1e5 / batch))
     assert get_preset("mqar", f"zoology-iclr24-{length}").learning_rates["*"] == pytest.approx(logspace(-4, -2, 4))
-    assert (config.model.n_layers, config.model.ffn) == (2, None)
+    assert (config.model.n_layers, config.model.ffn) == (4, None)
 
 
 def test_zoology_based() -> None:

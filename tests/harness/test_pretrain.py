@@ -716,6 +716,28 @@ def test_a_dry_run_says_what_training_would_take(folder: Path, here: Path) -> No
     assert bench("pretrain", "--dry-run", "--checkpoint", "x").code == 2
 
 
+def test_a_dry_run_of_sets_of_several_lengths_counts_each(here: Path) -> None:
+    """Epochs by hand: 3 batches of 4 of 16 tokens, and 2 of 32; the head where the labels are."""
+    stages = '[{"shape":{"length":16,"kv":2},"examples":12},{"shape":{"length":32,"kv":4},"examples":6}]'
+    words = ("mqar", "--model", "attention", "--train-length", "32", "--set", f"task.stages={stages}")
+    plan = ("--set", "training.plan=epochs", "--set", "training.batch_samples=4", "--set", "training.epochs=3")
+    done = bench(*words, *plan, "--dry-run")
+    assert done.code == 0, done.err
+    assert "15 of up to 128 tokens; a process computes 128 at once" in done.out and not (here / "runs").exists()
+    told = json.loads(bench(*words, *plan, "--dry-run", "--json").out)
+    assert (told["steps"], told["tokens"]) == (15, 3 * (12 * 16 + 6 * 32))
+    d, layers, V = 64, 2, 272
+    norms = 2 * (layers + 1) * d  # a product with itself forwards
+    each = {
+        L: 3 * 2 * (L * layers * 4 * d * d + kv * V * d + layers * 2 * L * L * d) + L * norms
+        for L, kv in ((16, 2), (32, 4))
+    }
+    assert told["flops"] == 3 * (12 * each[16] + 6 * each[32])
+    assert told["logit_bytes"] == 3 * 4 * 4 * 4 * V
+    part = json.loads(bench(*words, *plan, "--set", "training.steps=6", "--dry-run", "--json").out)
+    assert (part["steps"], part["tokens"]) == (6, 12 * 16 + 6 * 32 + 4 * 16)
+
+
 def test_a_dry_run_of_two_processes_is_said_once(folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     said = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from decaybench.harness.selection import select, validation_cells, validation_se
 from decaybench.harness.training import DivergedError
 from decaybench.harness.verify import add_to_leaderboard, verify
 from decaybench.models.checkpoints import read_checkpoint
+from decaybench.results.leaderboard import rows
 from decaybench.results.record import Record, SelectionInfo, read_record, seal
 from decaybench.results.run_folder import EvaluationFolder
 from decaybench.tasks.registry import make_task
@@ -152,6 +154,20 @@ def check_forgeries(record: Record, folder: EvaluationFolder) -> None:
     forged(lambda found: None, folder, r"is missing; the runs of all learning rates belong beside the record's")
 
 
+def test_each_seed_chooses_and_the_command_shows_both_numbers(here: Path, rigged: list[tuple[float, int, str]]) -> None:
+    result = bench(*SELECT, "--seeds", "0,1", "--quiet")
+    assert result.code == 0, result.err
+    told = " ".join(result.out.split())  # titles are broken to their table's width
+    for seed in (0, 1):
+        assert re.search(rf"mamba2, seed {seed}: learning rate 0\.003 and step 6 of 12, by 0\.\d+ on validation", told)
+    assert result.out.count("chosen on the test") >= 2
+    records = [read_record(Path(line.split()[1])) for line in result.out.splitlines() if line.startswith("record ")]
+    assert [record.seed for record in records] == [0, 1]
+    assert len({selected(record).validation.data_hash for record in records}) == 1, "one validation set for all seeds"
+    (row,) = {row.seeds["1x"] for row in rows(records)}
+    assert row == 2
+
+
 def test_a_rate_that_diverges_loses_what_comes_after(here: Path, rigged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one_step = training._one_step
 
@@ -279,7 +295,7 @@ def test_damage_in_a_points_answers_is_repaired(here: Path, rigged: list[tuple[f
     (path,) = here.glob("runs/*/evaluations/*/record.json")
     path.unlink()
     results = sorted(here.glob("runs/*/points/step-00000006/*/result.json"))
-    results[0].write_text("{")
+    results[0].write_text('{"values": [1.0], "data_hash": "' + "0" * 64 + '"}')
     (lines,) = results[1].parent.glob("samples/*stage1.jsonl") or results[1].parent.glob("samples/capacity-length32*")
     results[1].unlink()
     lines.write_text(lines.read_text()[:-30])

@@ -9,6 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from decaybench.core.errors import UserError
+from decaybench.core.positions import Layout
+from decaybench.models.branch import Context
 from decaybench.models.language_model import build_model, resolve_backend
 from decaybench.models.module import treatments
 from decaybench.models.state import tensors
@@ -228,6 +230,37 @@ def test_weight_decay_is_for_matrices_alone():
     frozen = treatments(build_model(small.config(post={"horizon": 8})))
     assert not any("dt_bias" in name for name in frozen)
     assert not any(frozen[name].decays for name in frozen if "spectrum" in name)
+
+
+def test_which_parameters_decay_may_be_all_or_all_weights():
+    built = build_model(small.config("rwkv7"))
+    usual, matrices, everything = (treatments(built, which) for which in (None, "matrices", "all"))
+    added = {name for name in usual if matrices[name].decays != usual[name].decays}
+    assert added == {name for name in usual if name.endswith((".down", ".up"))} != set()
+    assert not matrices["blocks.0.mixer.r_k"].decays, "two dimensions, and no weight of a projection"
+    assert all(wanted.decays for wanted in everything.values())
+    for found in (matrices, everything):
+        assert {name: wanted.factor for name, wanted in found.items()} == {n: w.factor for n, w in usual.items()}
+
+
+def test_a_norm_in_the_place_of_an_ffn_is_added_to_the_stream():
+    built = small.model("gla", norm="layernorm", norm_branch=True, final_norm="rmsnorm")
+    tokens = small.tokens(2, 9)
+    layout = Layout.fresh(9, tokens.device)
+    x = built.embedding.weight[tokens]
+    for block in built.blocks:
+        x = x + block.mixer(block.norm(x), Context(layout), None)[0]
+        mean, std = x.mean(-1, keepdim=True), (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+        x = x + (x - mean) / std * block.ffn_norm.weight + block.ffn_norm.bias
+    x = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * built.norm.weight
+    assert largest(built(tokens).logits, x @ built.embedding.weight.T) < 1e-12
+    state = built.prefill(tokens[:, :5]).state
+    for place in range(5, 9):
+        output = built.step(tokens[:, place], state)
+        state = output.state
+    assert largest(output.logits, built(tokens).logits[:, -1]) < 1e-12
+    with pytest.raises(UserError, match=r"model.norm_branch stands in the place of an FFN"):
+        small.config(norm_branch=True, ffn={})
 
 
 def test_a_model_on_meta_has_shapes_and_no_values():

@@ -14,6 +14,7 @@ from decaybench.core.errors import UserError
 from decaybench.results.leaderboard import rows, settings_of
 from decaybench.results.record import Record, SelectionRun, parse_record, record_hash, seal
 from decaybench.results.selection import best, best_on_test, candidates, check_consistent, make_point, selection_table
+from decaybench.results.tables import record_html
 from tests.results import example
 
 
@@ -161,5 +162,8 @@ def test_the_table_shows_both_numbers() -> None:
     assert "diverged: 0.003 at step 1200" in text
     last = next(line for line in text.splitlines() if "mean, one choice" in line)
     assert "0.967" in last and "0.003" in last and "1000" in last
+    assert "learning rate 0.01 and step 1500 chosen on a validation set" in " ".join(
+        record_html(seal(content())).split()
+    )
     with pytest.raises(ValueError, match="nothing was selected"):
         selection_table(example.record())
