@@ -90,15 +90,15 @@ def compare_addon(
     if not sized.changed:
         found = _compared(_records(without + others, progress), None)
     else:
-        without = configure(task, flags={**flags, sized.key: sized.value}, settings=settings, **how)
+        without = configure(task, flags=flags, settings=[*settings, f"{sized.key}={sized.value}"], **how)
         found = _compared(_records(without + others, progress), without[0].model.cell, [sized.key])
     return replace(found, notes=(*found.notes, said))
 
 
-def compare_setting(
+def compare_settings(
     task: str,
     model: str,
-    setting: str,
+    varied: Sequence[str],
     *,
     seeds: Sequence[int],
     preset: str | None = None,
@@ -106,15 +106,16 @@ def compare_setting(
     out: Path | None = None,
     progress: Progress,
 ) -> Comparisons:
-    """A model with a setting, KEY=VALUE, and without, for each seed; finished runs are not done again."""
+    """A model with all of these settings, KEY=VALUE, and with none; finished runs are not done again."""
     flags: dict[str, Any] = {"model.name": model, "out": None if out is None else str(out)}
     how: dict[str, Any] = {"flags": flags, "preset": preset, "seeds": seeds}
     settings = list(settings)
     without = configure(task, settings=settings, **how)
-    others = configure(task, settings=[*settings, setting], **how)
+    others = configure(task, settings=[*settings, *varied], **how)
     if without[0].training_hash == others[0].training_hash:
-        raise UserError(f"--vary {setting}: the run without it has that too, so there is nothing to compare")
-    return _compared(_records(without + others, progress), None, [setting.partition("=")[0].strip()])
+        raise UserError(f"--vary {varied[0]}: the run without it has that too, so there is nothing to compare")
+    keys = [setting.partition("=")[0].strip() for setting in varied]
+    return _compared(_records(without + others, progress), None, keys)
 
 
 def _records(configs: Sequence[RunConfig], progress: Progress) -> list[Record]:

@@ -136,6 +136,8 @@ def test_what_equal_and_vary_cant_do_is_refused(here: Path) -> None:
         "--vary", "training.state_passing=1", "--equal", "state"
     )
     assert "one treatment" in refused("--addon", "bft", "--vary", "training.state_passing=1")
+    several = ("--vary", "training.state_passing=1", "--vary", "training.state_passing_after")
+    assert "--vary training.state_passing_after: beside others with a value it needs one too" in refused(*several)
     assert "the run without it has that too" in refused("--vary", "training.state_passing=0")
     assert "training.state_pasing" in refused("--vary", "training.state_pasing=1")
     assert not list(here.iterdir())
