@@ -508,13 +508,17 @@ def compare(
     ] = None,
     task: Annotated[str | None, typer.Option(help="The task: mqar, mqar-noisy, niah.")] = None,
     model: Annotated[str | None, typer.Option(help="Architecture, or several: mamba2,gla.")] = None,
-    seeds: Annotated[str, typer.Option(help="With --addon: the seeds.")] = "0,1,2",
-    preset: Annotated[str | None, typer.Option(help="With --addon: named settings.", show_default="smoke")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="These seeds alone.", show_default="all; of runs to make: 0,1,2")
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="Of runs to make: named settings.", show_default="smoke")] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="With --addon: any setting; may be repeated."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Of runs to make: any setting; may be repeated."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="With --addon: folder of run folders.", show_default="runs")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Of runs to make: folder of run folders.", show_default="runs")
+    ] = None,
     base: Annotated[
         str | None,
         typer.Option(
@@ -552,11 +556,12 @@ def compare(
     from decaybench.harness.progress import Progress
 
     varied = vary or []
+    chosen = None if seeds is None else [_integer("--seeds", part) for part in seeds.split(",")]
     if addon is not None or any("=" in setting for setting in varied):
         _check_made(addon, varied, {"RUN": runs, "--base": base, "--where": where, "--equal": equal})
         of = task or "mqar", model or "mamba2"
         how: dict[str, Any] = {
-            "seeds": [_integer("--seeds", part) for part in seeds.split(",")],
+            "seeds": [0, 1, 2] if chosen is None else chosen,
             "preset": preset,
             "settings": settings or (),
             "out": out,
@@ -567,10 +572,11 @@ def compare(
         else:
             found = compare_addon(*of, addon, equal=equal, **how)
     elif runs:
-        found = compare_runs(runs, base=base, vary=varied, equal=equal)
+        found = compare_runs(runs, seeds=chosen, base=base, vary=varied, equal=equal)
     else:
         models = [part.strip() for part in model.split(",")] if model else []
-        found = compare_entries(file, task=task, models=models, where=where or (), base=base, vary=varied, equal=equal)
+        of_these: dict[str, Any] = {"task": task, "models": models, "where": where or (), "seeds": chosen}
+        found = compare_entries(file, **of_these, base=base, vary=varied, equal=equal)
     if json:
         _write(readable_json(found.plain()))
         return

@@ -43,6 +43,8 @@ def test_runs_that_are_missing_are_made_once(here: Path) -> None:
 
     folders = [str(path.parents[2]) for path in records]
     assert compared(*folders) == [("mamba2+post", "mamba2", [0, 1])]
+    assert compared(*folders, "--seeds", "1") == [("mamba2+post", "mamba2", [1])]
+    assert "--seeds: no record has seed 2; here are 0, 1" in refused(*folders, "--seeds", "1,2")
     assert bench("leaderboard", "add", *folders).code == 0
     assert compared("--task", "mqar", "--model", "mamba2") == [("mamba2+post", "mamba2", [0, 1])]
     shown = bench("compare", "--distance")
