@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -545,13 +545,17 @@ def compare(
     ] = None,
     task: Annotated[str | None, typer.Option(help="The task: mqar, mqar-noisy, niah.")] = None,
     model: Annotated[str | None, typer.Option(help="Architecture, or several: mamba2,gla.")] = None,
-    seeds: Annotated[str, typer.Option(help="With --addon: the seeds.")] = "0,1,2",
-    preset: Annotated[str | None, typer.Option(help="With --addon: named settings.", show_default="smoke")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="These seeds alone.", show_default="all; of runs to make: 0,1,2")
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="Of runs to make: named settings.", show_default="smoke")] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="With --addon: any setting; may be repeated."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Of runs to make: any setting; may be repeated."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="With --addon: folder of run folders.", show_default="runs")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Of runs to make: folder of run folders.", show_default="runs")
+    ] = None,
     base: Annotated[
         str | None,
         typer.Option(
@@ -567,8 +571,8 @@ def compare(
         list[str] | None,
         typer.Option(
             metavar="KEY",
-            help="A setting that may differ too, e.g. training.state_passing; alone without --base. KEY=VALUE: run "
-            "--task with and without it. May be repeated.",
+            help="A setting that may differ, e.g. training.state_passing: it alone, with --base add-ons too. "
+            "KEY=VALUE: run --task with and without it. May be repeated.",
         ),
     ] = None,
     equal: Annotated[
@@ -585,27 +589,31 @@ def compare(
 ) -> None:
     """Did an add-on help, or the seed? Differences paired by seed and sample, with intervals and an exact test."""
     from decaybench.core.files import readable_json
-    from decaybench.harness.compare import compare_addon, compare_entries, compare_runs, compare_setting
+    from decaybench.harness.compare import compare_addon, compare_entries, compare_runs, compare_settings
     from decaybench.harness.progress import Progress
 
     varied = vary or []
-    made = [setting for setting in varied if "=" in setting]
-    if addon is not None or made:
-        _check_made(addon, varied, made, runs, base, where, equal)
+    chosen = None if seeds is None else [_integer("--seeds", part) for part in seeds.split(",")]
+    if addon is not None or any("=" in setting for setting in varied):
+        _check_made(addon, varied, {"RUN": runs, "--base": base, "--where": where, "--equal": equal})
+        of = task or "mqar", model or "mamba2"
         how: dict[str, Any] = {
-            "seeds": [_integer("--seeds", part) for part in seeds.split(",")],
+            "seeds": [0, 1, 2] if chosen is None else chosen,
             "preset": preset,
             "settings": settings or (),
             "out": out,
             "progress": Progress(quiet=quiet),
         }
-        of = task or "mqar", model or "mamba2"
-        found = compare_setting(*of, made[0], **how) if made else compare_addon(*of, addon or "", equal=equal, **how)
+        if addon is None:
+            found = compare_settings(*of, varied, **how)
+        else:
+            found = compare_addon(*of, addon, equal=equal, **how)
     elif runs:
-        found = compare_runs(runs, base=base, vary=varied, equal=equal)
+        found = compare_runs(runs, seeds=chosen, base=base, vary=varied, equal=equal)
     else:
         models = [part.strip() for part in model.split(",")] if model else []
-        found = compare_entries(file, task=task, models=models, where=where or (), base=base, vary=varied, equal=equal)
+        of_these: dict[str, Any] = {"task": task, "models": models, "where": where or (), "seeds": chosen}
+        found = compare_entries(file, **of_these, base=base, vary=varied, equal=equal)
     if json:
         _write(readable_json(found.plain()))
         return
@@ -621,22 +629,16 @@ def compare(
             _print(remark)
 
 
-def _check_made(
-    addon: str | None,
-    varied: Sequence[str],
-    made: Sequence[str],
-    runs: Sequence[Path] | None,
-    base: str | None,
-    where: Sequence[str] | None,
-    equal: str | None,
-) -> None:
+def _check_made(addon: str | None, varied: Sequence[str], others: Mapping[str, Any]) -> None:
     """Refuse what would be ignored where runs are made. Raises UserError."""
-    flag = f"--vary {made[0]}" if made else f"--addon {addon}"
-    if len(varied) + (addon is not None) > 1:
-        raise UserError(f"{flag} makes runs of one treatment: leave out the other --addon and --vary")
-    unused = {"--base": base, "--where": where, "RUN": runs, "--equal": equal if made else None}
-    for name, value in unused.items():
-        if value:
+    flag = f"--vary {varied[0]}" if addon is None else f"--addon {addon}"
+    if addon is not None and varied:
+        raise UserError(f"{flag} makes runs of one treatment: leave out --vary {varied[0]}")
+    for setting in varied:
+        if "=" not in setting:
+            raise UserError(f"--vary {setting}: beside others with a value it needs one too, KEY=VALUE")
+    for name, value in others.items():
+        if value and not (name == "--equal" and addon is not None):
             raise UserError(f"{flag} makes its runs itself: leave out {name}")
 
 

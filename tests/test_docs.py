@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from decaybench.core.config import parse
+from decaybench.harness.equal_state import counted
 from decaybench.harness.model_info import state_elements
-from decaybench.harness.presets import preset_layer
+from decaybench.harness.presets import configure, preset_layer
 from decaybench.models.config import ModelConfig, preset
 from decaybench.models.language_model import build_model
 from decaybench.models.registry import architectures
@@ -130,3 +131,30 @@ def test_what_the_page_on_pretraining_says_of_preset_micro() -> None:
     training = settings["training"]
     assert f"{training['steps']:,} steps of {training['batch_tokens']:,} tokens" in PRETRAIN
     assert f"context {settings['task']['train_length']}" in PRETRAIN
+
+
+# --- docs/ablations.md
+
+ABLATIONS = (ROOT / "docs" / "ablations.md").read_text(encoding="utf-8")
+VARIANTS = re.findall(r"^\| (mamba2\S*?),? ?(?:state_passing=1)? \| [^|]+ \| (?:`(.*)`)? ?\|$", ABLATIONS, re.MULTILINE)
+
+
+def test_the_flags_of_an_ablation_make_the_variant_of_its_row() -> None:
+    assert len(VARIANTS) == 9
+    for cell, flags in VARIANTS:
+        settings = [word for word in flags.split() if "=" in word]
+        (config,) = configure("mqar", flags={"model.post": {}} if "--post" in flags else {}, settings=settings)
+        assert config.model.cell == cell
+        assert (config.training.state_passing is not None) == ("state_passing" in flags)
+
+
+@pytest.mark.parametrize("name", WITH_POST)
+def test_what_the_page_on_ablations_says_of_states(name: str) -> None:
+    alone, post, bft = (
+        counted(parse(ModelConfig, {**preset("smoke", name), **more}))
+        for more in ({}, {"post": {"horizon": 128}}, {"bft": {}})
+    )
+    others = "the others" if name not in ("mamba2", "rwkv7") else {"mamba2": "Mamba-2", "rwkv7": "RWKV-7"}[name]
+    (share,) = re.findall(rf"([\d.]+) % with {others}", plain(ABLATIONS))
+    assert alone == post and f"{100 * (bft / alone - 1):.1f}" == share
+    assert name == "rwkv7" or f"{alone:,}" in ABLATIONS

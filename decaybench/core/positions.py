@@ -29,12 +29,18 @@ class Layout:
     segments: Tensor | None = None
 
     @staticmethod
-    def of(positions: Tensor, *, has_state: bool = False) -> Layout:
-        """The layout of positions [B, T]; has_state: whether a state from earlier calls flows in."""
+    def of(positions: Tensor, *, has_state: bool = False, seen: Tensor | None = None) -> Layout:
+        """The layout of positions [B, T]; has_state: whether a state from earlier calls flows in.
+
+        seen: [B], the real tokens before these, of a state: where there were none, the state is empty and a first
+        token has nothing to reset. None: not known.
+        """
         valid = positions != 0
         resets = positions == 1
         if not has_state:
             resets[:, 0] = False
+        elif seen is not None:
+            resets[:, 0] &= seen > 0
         some = bool(resets.any())
         return Layout(
             positions,

@@ -23,11 +23,17 @@ from decaybench.results.run_folder import find_evaluations
 
 
 def compare_runs(
-    runs: Sequence[Path], *, base: str | None = None, vary: Sequence[str] = (), equal: str | None = None
+    runs: Sequence[Path],
+    *,
+    seeds: Sequence[int] | None = None,
+    base: str | None = None,
+    vary: Sequence[str] = (),
+    equal: str | None = None,
 ) -> Comparisons:
     """Every evaluation of these run folders; of runs that aren't finished a note says so.
 
-    base, vary, equal: see `results.pairs.compare`. Raises UserError where there is nothing to compare.
+    seeds: of these alone; None: of all. base, vary, equal: see `results.pairs.compare`. Raises UserError where there is
+    nothing to compare.
     """
     records, unfinished = [], []
     for run in runs:
@@ -37,7 +43,7 @@ def compare_runs(
             if len(runs) == 1 or not (run / "config.yaml").is_file():
                 raise
             unfinished.append(f"{run.name} left out: it has no finished evaluation")
-    found = _compared(records, base, vary, equal)
+    found = _compared(_of_seeds(records, seeds), base, vary, equal)
     return replace(found, notes=(*found.notes, *unfinished))
 
 
@@ -47,17 +53,18 @@ def compare_entries(
     task: str | None = None,
     models: Sequence[str] = (),
     where: Iterable[str] = (),
+    seeds: Sequence[int] | None = None,
     base: str | None = None,
     vary: Sequence[str] = (),
     equal: str | None = None,
 ) -> Comparisons:
-    """The records of a leaderboard: of one task, of these architectures (none: all), and with these settings."""
+    """The records of a leaderboard: of one task, of these architectures (none: all), with these settings and seeds."""
     records = read_leaderboard(file)
     if task is not None:
         records = _of("task", [task], [(record.task.name, record) for record in records])
     if models:
         records = _of("model", models, [(record.model.architecture, record) for record in records])
-    return _compared(chosen(records, where), base, vary, equal)
+    return _compared(_of_seeds(chosen(records, where), seeds), base, vary, equal)
 
 
 def compare_addon(
@@ -90,15 +97,15 @@ def compare_addon(
     if not sized.changed:
         found = _compared(_records(without + others, progress), None)
     else:
-        without = configure(task, flags={**flags, sized.key: sized.value}, settings=settings, **how)
+        without = configure(task, flags=flags, settings=[*settings, f"{sized.key}={sized.value}"], **how)
         found = _compared(_records(without + others, progress), without[0].model.cell, [sized.key])
     return replace(found, notes=(*found.notes, said))
 
 
-def compare_setting(
+def compare_settings(
     task: str,
     model: str,
-    setting: str,
+    varied: Sequence[str],
     *,
     seeds: Sequence[int],
     preset: str | None = None,
@@ -106,15 +113,16 @@ def compare_setting(
     out: Path | None = None,
     progress: Progress,
 ) -> Comparisons:
-    """A model with a setting, KEY=VALUE, and without, for each seed; finished runs are not done again."""
+    """A model with all of these settings, KEY=VALUE, and with none; finished runs are not done again."""
     flags: dict[str, Any] = {"model.name": model, "out": None if out is None else str(out)}
     how: dict[str, Any] = {"flags": flags, "preset": preset, "seeds": seeds}
     settings = list(settings)
     without = configure(task, settings=settings, **how)
-    others = configure(task, settings=[*settings, setting], **how)
+    others = configure(task, settings=[*settings, *varied], **how)
     if without[0].training_hash == others[0].training_hash:
-        raise UserError(f"--vary {setting}: the run without it has that too, so there is nothing to compare")
-    return _compared(_records(without + others, progress), None, [setting.partition("=")[0].strip()])
+        raise UserError(f"--vary {varied[0]}: the run without it has that too, so there is nothing to compare")
+    keys = [setting.partition("=")[0].strip() for setting in varied]
+    return _compared(_records(without + others, progress), None, keys)
 
 
 def _records(configs: Sequence[RunConfig], progress: Progress) -> list[Record]:
@@ -136,6 +144,16 @@ def _checked(equal: str | None) -> Equal | None:
     if equal != "state":
         raise unknown("--equal", equal, ["state"])
     return "state"
+
+
+def _of_seeds(records: Sequence[Record], seeds: Sequence[int] | None) -> Sequence[Record]:
+    if seeds is None:
+        return records
+    known = {record.seed for record in records}
+    for seed in seeds:
+        if seed not in known:
+            raise UserError(f"--seeds: no record has seed {seed}; here are {', '.join(map(str, sorted(known)))}")
+    return [record for record in records if record.seed in seeds]
 
 
 def _of(what: str, wanted: Sequence[str], named: Sequence[tuple[str, Record]]) -> list[Record]:

@@ -196,10 +196,10 @@ class LanguageModel(Module):
             order = compaction(positions)
             if order is not None:
                 tokens, positions = tokens.gather(1, order), positions.gather(1, order)
-            layout = Layout.of(positions, has_state=state is not None)
+            layout = Layout.of(positions, has_state=state is not None, seen=state.seen if state else None)
         elif state is not None:
             steps = torch.arange(1, T + 1, device=tokens.device)
-            layout = Layout.of(state.seen[:, None] + steps, has_state=True)
+            layout = Layout.of(state.seen[:, None] + steps, has_state=True, seen=state.seen)
         else:
             layout = Layout.fresh(T, tokens.device)
 

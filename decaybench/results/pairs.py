@@ -173,8 +173,9 @@ class _Experiment:
 
     def named(self, keys: Sequence[str]) -> str:
         """Its cell's name, with the settings among `keys` that it has: mamba2, state_passing=0.5."""
-        own = [f"{key.rpartition('.')[2]}={short(self.settings[key])}" for key in keys if key in self.settings]
-        return ", ".join([self.cell, *own])
+        own = {key.rpartition(".")[2]: self.settings[key] for key in keys if key in self.settings}
+        shown = {key: f"{value:g}" if isinstance(value, float) else short(value) for key, value in own.items()}
+        return ", ".join([self.cell, *(f"{key}={value}" for key, value in shown.items())])
 
     def cells(self, seed: int) -> dict[str, tuple[str, CellResult]]:
         """Its cells of one seed with their columns, by name; of one asked twice, that with more samples."""
@@ -300,7 +301,7 @@ def _as_large(first: _Experiment, second: _Experiment, vary: Sequence[str], note
     ratio = f" (x {other / one:.3g})" if one else ""
     notes.append(
         f"{second.named(vary)} left out: its state is {other:,} numbers, that of {first.named(vary)} {one:,}{ratio}: "
-        f"not equal to {_AS_LARGE:.0%}"
+        f"not equal to {100 * _AS_LARGE:g} %"
     )
     return False
 

@@ -40,18 +40,19 @@ def test_compaction_moves_padding_to_the_end_and_keeps_the_order(batch):
 
 
 @settings(max_examples=100, deadline=None)
-@given(batches(), st.booleans())
-def test_a_layout_says_what_the_positions_mean(batch, has_state):
+@given(batches(), st.booleans(), st.booleans())
+def test_a_layout_says_what_the_positions_mean(batch, has_state, known):
+    """known: whether it is told what rows have seen; one that has seen nothing has no state to reset."""
     positions, seen = batch
-    layout = Layout.of(positions, has_state=has_state)
+    layout = Layout.of(positions, has_state=has_state, seen=seen if known else None)
     valid = positions > 0
     assert torch.equal(torch.ones_like(valid) if layout.valid is None else layout.valid, valid)
     assert (layout.valid is None) == bool(valid.all())
     segments = torch.zeros_like(positions) if layout.segments is None else layout.segments
-    for row, numbers in zip(positions.tolist(), segments.tolist(), strict=True):
+    for row, numbers, before in zip(positions.tolist(), segments.tolist(), seen.tolist(), strict=True):
         number = 0
         for t, position in enumerate(row):
-            number += position == 1 and (has_state or t > 0)
+            number += position == 1 and (t > 0 or (has_state and not (known and before == 0)))
             assert numbers[t] == number
     assert torch.equal(layout.counts(len(positions)), valid.sum(1))
     last = [

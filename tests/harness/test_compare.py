@@ -43,6 +43,8 @@ def test_runs_that_are_missing_are_made_once(here: Path) -> None:
 
     folders = [str(path.parents[2]) for path in records]
     assert compared(*folders) == [("mamba2+post", "mamba2", [0, 1])]
+    assert compared(*folders, "--seeds", "1") == [("mamba2+post", "mamba2", [1])]
+    assert "--seeds: no record has seed 2; here are 0, 1" in refused(*folders, "--seeds", "1,2")
     assert bench("leaderboard", "add", *folders).code == 0
     assert compared("--task", "mqar", "--model", "mamba2") == [("mamba2+post", "mamba2", [0, 1])]
     shown = bench("compare", "--distance")
@@ -136,6 +138,8 @@ def test_what_equal_and_vary_cant_do_is_refused(here: Path) -> None:
         "--vary", "training.state_passing=1", "--equal", "state"
     )
     assert "one treatment" in refused("--addon", "bft", "--vary", "training.state_passing=1")
+    several = ("--vary", "training.state_passing=1", "--vary", "training.state_passing_after")
+    assert "--vary training.state_passing_after: beside others with a value it needs one too" in refused(*several)
     assert "the run without it has that too" in refused("--vary", "training.state_passing=0")
     assert "training.state_pasing" in refused("--vary", "training.state_pasing=1")
     assert not list(here.iterdir())

@@ -179,13 +179,13 @@ def test_experiments_that_differ_in_one_named_setting_are_compared() -> None:
     found = compare(records, PARTS, vary=[PASSING])
     assert names(found.found) == [
         ("mamba2, state_passing=0.9", "mamba2"),
-        ("mamba2, state_passing=1.0", "mamba2"),
+        ("mamba2, state_passing=1", "mamba2"),
         ("mamba2+post, state_passing=0.9", "mamba2+post"),
     ]
     assert all(one.where == {} for one in found.found)
     without = passing(10.0) + passing(9.0)
     assert names(compare(without, PARTS, vary=[PASSING]).found) == [
-        ("mamba2, state_passing=10.0", "mamba2, state_passing=9.0")
+        ("mamba2, state_passing=10", "mamba2, state_passing=9")
     ]
     # Add-ons are compared as ever: like with like.
     told = [(one.other, one.base, one.where) for one in compare(records, PARTS).found]
@@ -200,9 +200,9 @@ def test_with_a_base_addons_and_named_settings_may_differ() -> None:
     slow = runs("mamba2+bft", HALF, training__config={"learning_rate": 0.001})
     found = compare(records + slow, PARTS, "mamba2", vary=[PASSING])
     assert names(found.found) == [
-        ("mamba2, state_passing=1.0", "mamba2"),
+        ("mamba2, state_passing=1", "mamba2"),
         ("mamba2+post", "mamba2"),
-        ("mamba2+post, state_passing=1.0", "mamba2"),
+        ("mamba2+post, state_passing=1", "mamba2"),
     ]
     assert found.notes == ("mamba2+bft left out: training.learning_rate is 0.001, not 0.01 (against mamba2)",)
     assert names(compare(records + slow, PARTS, "mamba2", vary=["training"]).found)[-1] == ("mamba2+bft", "mamba2")
@@ -227,10 +227,10 @@ def test_states_that_are_not_equal_are_left_out_and_said() -> None:
     assert names(found.found) == [("mamba2+post", "mamba2")]
     assert found.found[0].state_elements == (2000, 2100) and found.found[0].state == 1.05
     assert found.notes == (
-        "mamba2+bft left out: its state is 2,101 numbers, that of mamba2 2,000 (x 1.05): not equal to 5%",
+        "mamba2+bft left out: its state is 2,101 numbers, that of mamba2 2,000 (x 1.05): not equal to 5 %",
     )
     assert "(2,100 and 2,000 numbers)" in found.tables()[0].caption
-    assert "not equal to 5%" in refusal(base + far, equal="state")
+    assert "not equal to 5 %" in refusal(base + far, equal="state")
 
 
 def test_settings_that_cant_vary_are_refused() -> None:
