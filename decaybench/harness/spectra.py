@@ -48,6 +48,7 @@ from decaybench.models.language_model import build_model
 LAST = 64  # times T: the last position of counts and retentions
 
 _KEPT_AT = (1, 2, 4, 8, 16)  # times T: where retentions are measured
+_FASTEST = 1 / 4  # tokens; densities begin here, or where a resting one does
 _LINES = 16  # channels whose retention is drawn
 
 
@@ -180,6 +181,6 @@ def _densities(rest: Spectrum, tally: Tally | None) -> Densities:
     position, cap = rest.length, float(CAP * rest.length)
     start = np.concatenate([layer.at_start[position] for layer in rest.layers]).clip(max=cap)
     after = np.concatenate([layer.after[position] for layer in rest.layers]).clip(max=cap)
-    octaves = octaves_of(min(start.min(), after.min(), 1), max(start.max(), after.max()))
+    octaves = octaves_of(min(start.min(), after.min(), _FASTEST), 2 * cap)
     measured = None if tally is None else tally.densities(position, octaves, cap)
     return Densities(octaves, density(start, octaves), density(after, octaves), measured)

@@ -46,9 +46,10 @@ _FIGURES = ("timescales", "measured", "density", "gaps", "channels", "retention"
 _MOST_LAYERS = 6
 _FEW = 12  # channels; of fewer each is a mark
 _START: dict[str, Any] = {"linestyle": DASHED, "linewidth": 1.2, "markerfacecolor": "white"}
-_FLOOR = 1e-5  # nats; a smaller gap is drawn here
+_MOST_STARTS = 3  # runs; of more the start would hide what they learned
+_FLOOR = 1e-6  # nats; a smaller gap is drawn here
 _MARK: dict[str, Any] = {"linestyle": "none", "markersize": 5, "zorder": 3}
-_DOT: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 2.5, "color": INKS[1]}
+_DOT: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 2, "color": INKS[1], "zorder": 1}
 _BEYOND: dict[str, Any] = {"marker": "^", "markersize": 5, "linestyle": "none", "clip_on": False, "zorder": 4}
 
 
@@ -108,7 +109,8 @@ def measured_figure(runs: Sequence[RunSpectrum]) -> Figure:
     most = _MOST_LAYERS if len(runs) == 1 else 3
     title = "timescales measured over tokens: median, quartiles, 5 and 95 %"
     with style():
-        title = f"{runs[0].name} on {runs[0].read}: {title}" if len(runs) == 1 else title
+        reads = {str(run.read) for run in runs}
+        title = _titled(runs, title) + (f", on {runs[0].read}" if len(reads) == 1 else "")
         figure, panels = _layer_panels(title, [(run.layers, run, most) for run in runs])
         for panel, layer, run in panels:
             where = f"layer {layer.rest.layer}"
@@ -183,7 +185,7 @@ def channel_figure(runs: Sequence[RunSpectrum]) -> Figure:
     names = ("useful: 1 ≤ tau ≤ t", f"graded: {kept} 1", f"{kept} {_name_of_length(runs)}")
     with style():
         unit = _units(layer.rest for run in runs for layer in run.layers)
-        title = f"share of the {unit} of all layers that are good for something at position t"
+        title = f"share of the {unit} of all layers that are useful, and graded, at position t"
         figure, panels = make_panels(_titled(runs, title), 3, 3, (8.6, 3.7 + 0.1 * len(runs)))
         for panel, name in zip(panels, names, strict=True):
             panel.set_title(name, pad=17)
@@ -193,7 +195,8 @@ def channel_figure(runs: Sequence[RunSpectrum]) -> Figure:
             marker = MANY_MARKERS[number % len(MANY_MARKERS)]
             for panel, curves in zip(panels, _channel_curves(run), strict=True):
                 before, after, measured = curves
-                panel.plot(list(before), list(before.values()), **look, **_START)
+                if len(runs) <= _MOST_STARTS:
+                    panel.plot(list(before), list(before.values()), **look, **_START)
                 panel.plot(list(after), list(after.values()), **look, label=run.name)
                 panel.plot(list(measured), list(measured.values()), **look, linestyle="none", marker=marker)
         last = max(max(run.useful_shares(TRAINED)) for run in runs)
@@ -215,7 +218,8 @@ def retention_figure(runs: Sequence[RunSpectrum]) -> Figure:
     At most 16 channels, evenly chosen. Marks: the mean measured. Dotted: 5 and 95 %.
     """
     columns = min(len(runs), 3)
-    title = f"what decay leaves of token 1 at position t, by {runs[0].unit}, the slowest darkest"
+    units = _units(layer.rest for run in runs for layer in run.layers)
+    title = f"what decay leaves of token 1 at position t, the slowest {units} darkest"
     with style():
         size = (2.9 * columns + 1.0 if columns > 1 else 5.6, 2.3 * ceil(len(runs) / columns) + 1.3)
         figure, panels = make_panels(_titled(runs, title), len(runs), columns, size)
@@ -261,14 +265,15 @@ def _layer_panels(
 
 def _name_layers(panels: Sequence[tuple[Axes, Any, Any]], order: str) -> None:
     """The axes' names: at the left of each row, and under the lowest panel of each column."""
-    lowest: dict[int, tuple[Axes, Any]] = {}
-    for panel, layer, _ in panels:
+    lowest: dict[int, Axes] = {}
+    unit = " or ".join(sorted({_rest(layer).unit for _, layer, _ in panels}, reverse=True))
+    for panel, *_ in panels:
         column = _column(panel)
-        lowest[column] = panel, layer
+        lowest[column] = panel
         if column == 0:
             panel.set_ylabel("timescale (tokens)")
-    for panel, layer in lowest.values():
-        panel.set_xlabel(f"{_rest(layer).unit}, {order}")
+    for panel in lowest.values():
+        panel.set_xlabel(f"{unit}, {order}")
 
 
 def _column(panel: Axes) -> int:
@@ -327,7 +332,7 @@ def _timescale_lines(panel: Axes, layer: LayerTimescales, spectrum: Spectrum, lo
         for when, taus, look in (("start", layer.at_start, start), ("trained", layer.after, trained)):
             _ranked(panel, sorted(taus[position], reverse=True), cap, f"{name}, {when}", color=ink, **look)
     position = spectrum.length if spectrum.scales else spectrum.positions[0]
-    if layer.order_after is not None and not _falls(layer.after[position]):
+    if layer.orders_channels and not _falls(layer.after[position]):
         label = f"{positions[position]}, trained, in the order of P"
         _ranked(panel, layer.after[position], cap, label, **_DOT)
 
@@ -425,7 +430,9 @@ def _measured_bands(panel: Axes, layer: LayerNumbers, run: RunSpectrum) -> None:
         name = f"t = {run.rest.position_name(position)}"
         panel.plot(ranks, median, color=ink, label=f"{name}, measured")
         rest = np.asarray(layer.rest.after[position])[order].clip(max=cap)
-        panel.plot(ranks, rest, color=ink, linestyle="none", marker="o", markersize=3, label=f"{name}, at rest")
+        size = 3.5 if len(order) <= _FEW else 1.8
+        look: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": size, "zorder": 1}
+        panel.plot(ranks, rest, color=ink, label=f"{name}, at rest", **look)
 
 
 # --- gaps
@@ -491,8 +498,9 @@ def _channel_legend(runs: Sequence[RunSpectrum], panel: Axes) -> Iterator[Artist
 
     if len(runs) > 1:
         yield from _handles(panel)
-    yield Line2D([], [], color=MUTED, label="start", **_START)
-    yield Line2D([], [], color=MUTED, label="trained")
+    if len(runs) <= _MOST_STARTS:
+        yield Line2D([], [], color=MUTED, label="start", **_START)
+    yield Line2D([], [], color=MUTED, label="trained, at rest")
     if any(run.read is not None for run in runs):
         yield Line2D([], [], color=MUTED, linestyle="none", marker="o", label="measured")
 
@@ -511,8 +519,8 @@ def _retention_legend(runs: Sequence[RunSpectrum]) -> Iterator[Artist]:
     from matplotlib.lines import Line2D
 
     dark, *_, light = shades(8)[::-1]
-    yield Line2D([], [], color=dark, label=f"slowest {runs[0].unit}, at rest")
-    yield Line2D([], [], color=light, label=f"fastest {runs[0].unit}")
+    yield Line2D([], [], color=dark, label="slowest, at rest")
+    yield Line2D([], [], color=light, label="fastest")
     if any(run.read is not None for run in runs):
         yield Line2D([], [], color=MUTED, linestyle="none", marker="o", markersize=3, label="mean measured")
     yield Line2D([], [], color=MUTED, linewidth=1, linestyle=":", label="5 and 95 %")

@@ -157,11 +157,6 @@ class RunSpectrum:
         """Of all layers."""
         return sum(layer.rest.channels for layer in self.layers)
 
-    @property
-    def unit(self) -> str:
-        """`head`, or `channel` where a layer has more timescales than heads."""
-        return "channel" if any(layer.rest.unit == "channel" for layer in self.layers) else "head"
-
     def useful_shares(self, when: str) -> dict[int, float]:
         """Share of all layers' channels with 1 <= tau <= t at rest, by t."""
         return self._shares([layer.counts[when].useful for layer in self.layers])

@@ -51,6 +51,11 @@ class LayerTimescales:
         return len(next(iter(self.after.values())))
 
     @property
+    def orders_channels(self) -> bool:
+        """Whether P has a number for each of the timescales; else it has one a head of many channels."""
+        return self.order_after is not None and len(next(iter(self.order_after.values()))) == self.channels
+
+    @property
     def unit(self) -> str:
         """What has a timescale: `head`, or `channel`."""
         return "head" if self.heads in (None, self.channels) else "channel"
