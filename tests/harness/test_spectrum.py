@@ -18,7 +18,9 @@ from torch.nn import functional as F
 import decaybench
 from decaybench.core.errors import UserError
 from decaybench.core.positions import Layout
+from decaybench.harness import spectra
 from decaybench.harness import spectrum_plots as plots
+from decaybench.harness.drawing import save
 from decaybench.harness.spectra import Asked, look_at
 from decaybench.harness.spectrum_laws import cumulative_rates
 from decaybench.harness.spectrum_report import START, TRAINED, RunSpectrum
@@ -109,17 +111,13 @@ def test_retention_at_rest_is_what_an_impulse_leaves(name: str, post: str) -> No
     resting = Resting(0, model.blocks[0].mixer)  # type: ignore[arg-type]
     pairs = [(3, 4), (3, 40), (60, 90), (3, 300)]
     sums = cumulative_rates(resting.rates, {t for pair in pairs for t in pair})
-    bound = 1e-6 if name == "rwkv7" else 1e-11  # beyond position 64 its rates are nearly powers of t
+    # Beyond position 64 RWKV-7's rates are nearly powers of t; RetNet's own timescales are float32.
+    bound = 1e-6 if name == "rwkv7" else 1e-7 if (name, post) == ("retnet", "base") else 1e-11
     for j, t in pairs:
         left = torch.from_numpy(np.exp(sums[j] - sums[t]))
         found = at_rest(model, j, t)
-        H = found.shape[0]
-        if len(left) == H:
-            assert small.largest(found, left[:, None, None].expand_as(found)) < bound
-        else:
-            left = left.unflatten(0, (H, -1))
-            both = [small.largest(way, left[..., None].expand_as(way)) for way in (found, found.transpose(1, 2))]
-            assert min(both) < bound
+        left = left.unflatten(0, (found.shape[0], -1))[..., None]  # [H, 1 or K, 1]
+        assert small.largest(found, left.expand_as(found)) < bound
 
 
 SWITCHES: dict[str, tuple[dict[str, Any], list[int]]] = {
@@ -151,8 +149,8 @@ def test_a_head_of_alpha_1_forgets_by_a_power_of_the_position(tmp_path: Path) ->
     assert rate == pytest.approx(1 / T, rel=1e-5)
     for t, kept in slowest.kept.items():
         assert kept == pytest.approx(math.exp(-rate * sum(1 / s for s in range(2, t + 1))), rel=1e-6)
-    last = max(slowest.kept)
-    assert last == 64 * T and kept == pytest.approx((1.5 / (last + 0.5)) ** rate, rel=1e-3)
+    assert max(slowest.kept) == 64 * T
+    assert slowest.kept[64 * T] / slowest.kept[16 * T] == pytest.approx(4**-rate, rel=2e-4)
 
 
 def test_useful_channels_are_counted_at_every_position(tmp_path: Path) -> None:
@@ -265,19 +263,30 @@ def test_long_rows_are_read_in_pieces_and_thinned_out(monkeypatch: pytest.Monkey
 # --- the command
 
 
-def test_a_run_is_drawn_with_every_number(finished: Callable[[str], Path]) -> None:
+def undraw(patch: pytest.MonkeyPatch) -> None:
+    """Figures take most of a command's time."""
+    patch.setattr(spectra, "draw_spectrum_figures", lambda runs, folder: [])
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    undraw(monkeypatch)
+
+
+def test_a_run_is_drawn_with_every_number(finished: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     run = finished("mqar")
     done = bench("spectrum", str(run), "--tokens", "2048")
     assert (done.code, done.err) == (0, "")
-    assert "measured on 4 samples of mqar persist, 512 tokens each" in done.out
+    assert "measured on 4 samples of mqar capacity, 512 tokens each" in done.out
     names = {path.name for path in (run / "spectrum").iterdir()}
     figures = ("timescales", "measured", "density", "gaps", "channels", "retention")
     assert names == {"spectrum.json", *(f"{name}.{kind}" for name in figures for kind in ("png", "svg"))}
     (found,) = json.loads((run / "spectrum" / "spectrum.json").read_text())["runs"]
-    assert found["measured_on"] == {
-        "of": "mqar persist", "samples": 4, "length": 512, "tokens": 2048, "documents": 4
-    }  # fmt: skip
-    assert json.loads(bench("spectrum", str(run), "--tokens", "2048", "--json").out)["runs"] == [found]
+    read = {"of": "mqar capacity", "samples": 4, "length": 512, "tokens": 2048, "documents": 4}
+    assert found["measured_on"] == read
+    with monkeypatch.context() as patch:
+        undraw(patch)
+        assert json.loads(bench("spectrum", str(run), "--tokens", "2048", "--json").out)["runs"] == [found]
     for layer in found["layers"]:
         assert [at["position"] for at in layer["measured"]] == [1, 32, 128, 512]
         assert layer["unit"] == "head" and layer["count"] == 4
@@ -286,7 +295,7 @@ def test_a_run_is_drawn_with_every_number(finished: Callable[[str], Path]) -> No
     assert not (run / "spectrum" / "measured.png").exists(), "an older call's figure would belong to other numbers"
 
 
-def test_variant_and_length_are_the_callers_to_say(finished: Callable[[str], Path]) -> None:
+def test_variant_and_length_are_the_callers_to_say(undrawn: None, finished: Callable[[str], Path]) -> None:
     run = finished("niah")
     (found,) = look_at([run], Asked(tokens=256, length="2x"))
     assert found.read is not None and (found.read.what, found.read.length) == ("niah single", 64)
@@ -304,7 +313,7 @@ def test_variant_and_length_are_the_callers_to_say(finished: Callable[[str], Pat
         assert refused.code == 2 and said in refused.err and refused.err.count("\n") == 1, refused.err
 
 
-def test_what_has_nothing_to_read_is_drawn_at_rest(tmp_path: Path) -> None:
+def test_what_has_nothing_to_read_is_drawn_at_rest(undrawn: None, tmp_path: Path) -> None:
     alone = saved(tmp_path / "c", small.model("gla"))
     done = bench("spectrum", str(alone))
     assert done.code == 0 and "is a checkpoint without its run" in done.out and "--data DIR" in done.out
@@ -331,7 +340,7 @@ def test_decays_that_are_no_numbers_are_told(tmp_path: Path) -> None:
     assert refused.code == 2 and "layer 1 has decays that are no numbers" in refused.err
 
 
-def test_a_head_that_never_forgets_is_drawn_at_the_edge(tmp_path: Path) -> None:
+def test_a_head_that_never_forgets_is_drawn_at_the_edge(undrawn: None, tmp_path: Path) -> None:
     model = small.model("mamba2")
     model.blocks[0].mixer.spectrum.P.data[0] = -200.0  # type: ignore[union-attr, operator, index]
     path = saved(tmp_path / "c", model.float())
@@ -342,7 +351,9 @@ def test_a_head_that_never_forgets_is_drawn_at_the_edge(tmp_path: Path) -> None:
     assert max(np.max(line.get_ydata()) for line in panel.lines) == CAP * T
 
 
-def test_several_runs_stand_side_by_side(tmp_path: Path, here: Path, finished: Callable[[str], Path]) -> None:
+def test_several_runs_stand_side_by_side(
+    undrawn: None, tmp_path: Path, here: Path, finished: Callable[[str], Path]
+) -> None:
     paths = [finished("mqar"), saved(tmp_path / "c", small.model("rwkv7", post=POST["paper"]))]
     done = bench("spectrum", *map(str, paths), "--tokens", "512")
     assert done.code == 0, done.err
@@ -384,7 +395,8 @@ def test_gaps_are_drawn_beside_random_ones(looked_at: list[RunSpectrum]) -> None
             wanted = [getattr(layer.gaps[when][T], what) for layer in run.layers for when in (START, TRAINED)]
             assert drawn == pytest.approx(sorted(max(gap, 1e-6) for gap in wanted))
             triangles = [line for line in panel.lines if line.get_marker() == "^"]
-            assert len(triangles) == (4 if run.rest.cell == "rwkv7+post" else 0)
+            assert len(triangles) == 2 * sum(layer.shows_order for layer in run.layers)
+        assert any(layer.shows_order for layer in run.layers) == (run.rest.cell != "gla")
 
 
 def test_shares_are_drawn_by_position(looked_at: list[RunSpectrum]) -> None:
@@ -405,8 +417,6 @@ def test_retention_is_drawn_for_the_lines_listed(looked_at: list[RunSpectrum]) -
         assert curves == [list(line.kept.values()) for line in run.lines]
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_all_figures_are_laid_out(looked_at: list[RunSpectrum], tmp_path: Path, count: int) -> None:
-    paths = plots.draw_spectrum_figures(looked_at[:count], tmp_path)
-    assert {path.stem for path in paths} == {"timescales", "density", "gaps", "channels", "retention"}
-    assert all(path.stat().st_size > 2000 for path in paths)
+def test_a_figure_is_the_same_bytes_twice(looked_at: list[RunSpectrum], tmp_path: Path) -> None:
+    paths = [save(plots.density_figure(looked_at), tmp_path / name, "density") for name in ("a", "b")]
+    assert [path.read_bytes() for path in paths[0]] == [path.read_bytes() for path in paths[1]]
