@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.ticker import Locator
 
 _FIGURES = ("timescales", "measured", "density", "gaps", "channels", "retention")
 _MOST_LAYERS = 6
@@ -48,7 +49,6 @@ _FEW = 12  # channels; of fewer each is a mark
 _START: dict[str, Any] = {"linestyle": DASHED, "linewidth": 1.2, "markerfacecolor": "white"}
 _MOST_STARTS = 3  # runs; of more the start would hide what they learned
 _FLOOR = 1e-6  # nats; a smaller gap is drawn here
-_MARK: dict[str, Any] = {"linestyle": "none", "markersize": 5, "zorder": 3}
 _DOT: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 2, "color": INKS[1], "zorder": 1}
 _BEYOND: dict[str, Any] = {"marker": "^", "markersize": 5, "linestyle": "none", "clip_on": False, "zorder": 4}
 
@@ -107,7 +107,7 @@ def measured_figure(runs: Sequence[RunSpectrum]) -> Figure:
     At t = T, and at the last position measured where timescales depend on it; dotted: at rest, of the same channels.
     """
     most = _MOST_LAYERS if len(runs) == 1 else 3
-    title = "timescales measured over tokens: median, quartiles, 5 and 95 %"
+    title = "timescales measured over tokens: median, quartiles, 5 and 95\u00a0%"
     with style():
         reads = {str(run.read) for run in runs}
         title = _titled(runs, title) + (f", on {runs[0].read}" if len(reads) == 1 else "")
@@ -150,26 +150,31 @@ def density_figure(runs: Sequence[RunSpectrum]) -> Figure:
 
 
 def gap_figure(runs: Sequence[RunSpectrum]) -> Figure:
-    """Gaps between neighbouring log timescales at t = T by layer, beside those of as many at random and evenly spaced.
+    """Gaps between neighbouring log timescales by layer, beside those of as many at random and evenly spaced.
 
-    Above the smallest, below the median; a column a run.
+    A row each for the smallest at t = 1, where PoST's are what P learned; at t = T, where its analytical taper makes
+    them even; and the median at t = 1. A column a run.
     """
     columns = len(runs)
-    title = "gaps between neighbouring log timescales at t = T"
+    title = "gaps between neighbouring log timescales"
     with style():
-        size = (max(5.6, 1.9 * columns + 1.0), 5.0)
-        figure, panels = make_panels(_titled(runs, title), 2 * columns, columns, size, share=("col", True))
+        size = (max(5.6, 1.9 * columns + 1.0), 6.4)
+        rows = [("smallest", False), ("smallest", True), ("median", False)]
+        figure, panels = make_panels(_titled(runs, title), len(rows) * columns, columns, size, share=("col", True))
+        panels[0].set_yscale("log")
+        panels[0].yaxis.set_minor_locator(_no_ticks())
         for place, panel in enumerate(panels):
-            run, smallest = runs[place % columns], place < columns
-            if columns > 1 and smallest:
+            run, (what, trained_at) = runs[place % columns], rows[place // columns]
+            if columns > 1 and place < columns:
                 panel.set_title(textwrap.fill(run.name, 20), size=9)
             for x, layer in enumerate(run.layers):
-                _gap_marks(panel, x, layer, run.rest.length, smallest=smallest)
-            _gap_axis(panel, run)
-        panels[0].set_ylabel("smallest gap (nats)")
-        panels[columns].set_ylabel("median gap (nats)")
-        for panel in panels[columns:]:
+                _gap_marks(panel, x, layer, run.rest.length if trained_at else 1, what)
+            _layer_axis(panel, run)
+        for row, (what, trained_at) in enumerate(rows):
+            panels[row * columns].set_ylabel(f"{what} at t = {_name_of_length(runs) if trained_at else 1}")
+        for panel in panels[-columns:]:
             panel.set_xlabel("layer")
+        figure.supylabel("gap (nats)", size=10)
         legend_below(figure, list(_gap_legend(runs)), columns=5)
     return figure
 
@@ -377,8 +382,6 @@ def _rank_axis(panel: Axes, count: int) -> None:
 
 def _timescale_axis(panels: Sequence[tuple[Axes, Any, Any]], spectra: Sequence[Spectrum]) -> None:
     """Tokens on a log axis, with light lines at 1 and multiples of T where all models have the same."""
-    from matplotlib.ticker import NullLocator
-
     panels[0][0].set_yscale("log")
     same = len({spectrum.train_length for spectrum in spectra}) == 1
     cap = CAP * spectra[0].length
@@ -386,7 +389,7 @@ def _timescale_axis(panels: Sequence[tuple[Axes, Any, Any]], spectra: Sequence[S
     guides = [*spectra[0].positions, *([cap] if beyond else [])]
     last: dict[Any, Axes] = {_row(panel): panel for panel, *_ in panels}
     for panel, *_ in panels:
-        panel.yaxis.set_minor_locator(NullLocator())
+        panel.yaxis.set_minor_locator(_no_ticks())
         if not same:
             continue
         for position in guides:
@@ -438,35 +441,41 @@ def _measured_bands(panel: Axes, layer: LayerNumbers, run: RunSpectrum) -> None:
 # --- gaps
 
 
-def _gap_marks(panel: Axes, x: int, layer: LayerNumbers, position: int, *, smallest: bool) -> None:
-    """Hollow at the start, filled after training; bars: random spectra, dashes: evenly spaced; triangles: P alone."""
+def _gap_marks(panel: Axes, x: int, layer: LayerNumbers, position: int, what: str) -> None:
+    """Hollow at the start, filled after training; bars: random spectra, lines: evenly spaced; triangles: P alone.
+
+    what: `smallest` or `median`.
+    """
     for when, shift in ((START, -0.17), (TRAINED, 0.17)):
         gaps = layer.gaps[when].get(position)
         if gaps is None:
             continue
-        face = "white" if when == START else INKS[0]
-        if smallest:
-            panel.vlines(x + shift, *np.maximum(gaps.random_band, _FLOOR), color=MUTED, linewidth=4, alpha=0.35)
-        random = gaps.random_smallest if smallest else gaps.random_median
-        panel.plot([x + shift], [max(random, _FLOOR)], color=MUTED, marker="_", markersize=9, linestyle="none")
-        panel.hlines(max(gaps.even, _FLOOR), x + shift - 0.13, x + shift + 0.13, color=INKS[2], linewidth=1.5)
-        found = gaps.smallest if smallest else gaps.median
-        look: dict[str, Any] = {"marker": "o", "markerfacecolor": face, **_MARK}
-        panel.plot([x + shift], [max(found, _FLOOR)], color=INKS[0], **look)
-        order = layer.order_gaps.get(when, {}).get(position)
-        if layer.shows_order and order is not None:
-            own = order.smallest if smallest else order.median
-            face = "white" if when == START else INKS[1]
-            look |= {"marker": "^", "markerfacecolor": face}
-            panel.plot([x + shift], [max(own, _FLOOR)], color=INKS[1], **look)
+        place, hollow = x + shift, when == START
+        if what == "smallest":
+            panel.vlines(place, *np.maximum(gaps.random_band, _FLOOR), color=MUTED, linewidth=4, alpha=0.35)
+        panel.hlines(max(gaps.even, _FLOOR), place - 0.13, place + 0.13, color=INKS[2], linewidth=1.5)
+        order = layer.order_gaps.get(when, {}).get(position) if layer.shows_order else None
+        for value, ink, marker, size in (
+            (getattr(gaps, f"random_{what}"), MUTED, "_", 9),
+            (getattr(gaps, what), INKS[0], "o", 5),
+            (getattr(order, what, None), INKS[1], "^", 5),
+        ):
+            if value is not None:
+                look = {"marker": marker, "markersize": size, "color": ink, "linestyle": "none", "zorder": 3}
+                panel.plot([place], [max(value, _FLOOR)], markerfacecolor="white" if hollow else ink, **look)
 
 
-def _gap_axis(panel: Axes, run: RunSpectrum) -> None:
-    panel.set_yscale("log")
+def _layer_axis(panel: Axes, run: RunSpectrum) -> None:
     panel.grid(axis="y")
     places = evenly(range(len(run.layers)), 8)
     panel.set_xticks(places, [str(run.layers[place].rest.layer) for place in places])
     panel.set_xlim(-0.5, len(run.layers) - 0.5)
+
+
+def _no_ticks() -> Locator:
+    from matplotlib.ticker import NullLocator
+
+    return NullLocator()
 
 
 def _gap_legend(runs: Sequence[RunSpectrum]) -> Iterator[Artist]:

@@ -227,7 +227,7 @@ class Spectra:
 def timescale_table(runs: Sequence[RunSpectrum]) -> Table:
     """A row a layer and position: slowest, median and fastest timescale, at the start, after training, and measured.
 
-    Of models with many layers 6, evenly chosen; one row, where the position changes nothing.
+    Of models with many layers 6, evenly chosen; one row where the position changes nothing, measured at t = T.
     """
     from rich.table import Table
 
@@ -243,12 +243,12 @@ def timescale_table(runs: Sequence[RunSpectrum]) -> Table:
     for run in runs:
         for layer in evenly(run.layers, _MOST_LAYERS):
             rest, known = layer.rest, layer.measured.at if layer.measured else {}
-            for position in run.rest.positions:
+            for position in run.rest.positions if run.rest.scales else [run.rest.length]:
                 sets: list[Sequence[float] | Float64] = [rest.at_start[position], rest.after[position]]
                 if position in known:
                     sets.append(known[position].median)
                 numbers = [_tokens(float(of(taus))) for taus in sets for of in (np.max, np.median, np.min)]
-                label = f"t = {run.rest.position_name(position)}"
+                label = f"t = {run.rest.position_name(position)}" if run.rest.scales else "every t"
                 named = [run.name] if len(runs) > 1 else []
                 table.add_row(*named, str(rest.layer), label, *numbers, *([""] * (3 * len(columns) - len(numbers))))
     return table
@@ -260,22 +260,30 @@ def channel_table(runs: Sequence[RunSpectrum]) -> Table:
 
     table = Table(
         title=f"{_said(runs)}gaps and what channels are good for, trained, at rest",
-        caption="gaps at t = T, nats; random: mean smallest gap of as many at random in the same range; useful: "
+        caption="log gaps in nats; random: mean smallest gap of as many at random in the same range; useful: "
         "1 <= tau <= t; graded: keep 5 to 95 % of token 1 at t",
         caption_justify="left",
     )
     if len(runs) > 1:
         table.add_column("model", overflow="fold")
-    names = [run.rest.position_name(t) for run in runs[:1] for t in run.rest.positions[1:]]
-    titles = ["layer", "of", "smallest\ngap", "random", "median\ngap"]
-    for title in [*titles, *(f"{what}\n{name}" for what in ("useful", "graded") for name in names)]:
+    names = [f"t = {runs[0].rest.position_name(t)}" for t in runs[0].rest.positions[1:]]
+    gap_names = [f"{what}\n{name}" for name in ("t = 1", names[0]) for what in ("smallest gap", "random")]
+    for title in [
+        "layer",
+        "of",
+        *gap_names,
+        "median gap\nt = 1",
+        *(f"{what}\n{name}" for what in ("useful", "graded") for name in names),
+    ]:
         table.add_column(title, justify="right", no_wrap=True)
     for run in runs:
         for layer in evenly(run.layers, _MOST_LAYERS):
-            gaps = layer.gaps[TRAINED].get(run.rest.length)
+            at = layer.gaps[TRAINED]
+            gaps = [gap for t in (1, run.rest.length) if t in at for gap in (at[t].smallest, at[t].random_smallest)]
+            gaps += [at[1].median] if at else []
             counts, shown = layer.counts[TRAINED], run.rest.positions[1:]
             row = [str(layer.rest.layer), f"{layer.rest.channels} {layer.rest.unit}s"]
-            row += [f"{gap:.2g}" for gap in (gaps.smallest, gaps.random_smallest, gaps.median)] if gaps else [""] * 3
+            row += [f"{gap:.2g}" for gap in gaps] or [""] * 5
             row += [str(counts.useful[t]) for t in shown] + [str(counts.graded[1][t]) for t in shown]
             table.add_row(*([run.name] if len(runs) > 1 else []), *row)
     return table

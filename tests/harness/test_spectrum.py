@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from matplotlib.figure import Figure
 from torch.nn import functional as F
 
 import decaybench
+from decaybench.core.config import parse
 from decaybench.core.errors import UserError
 from decaybench.core.positions import Layout
 from decaybench.harness import spectra
@@ -29,9 +31,13 @@ from decaybench.harness.spectrum_tally import QUANTILES, Tally, measure
 from decaybench.models.branch import Context
 from decaybench.models.checkpoints import write_checkpoint
 from decaybench.models.language_model import LanguageModel, build_model
+from decaybench.tasks.registry import make_task
+from decaybench.tasks.text import TextConfig, TextEvaluation
+from decaybench.text.tokenizers import ByteTokenizer
 from tests.command import bench
 from tests.models import small
 from tests.models.test_decays import NAMES, POST, made, memory, moved
+from tests.token_shards import prepared, stories
 
 T = 16
 
@@ -369,6 +375,53 @@ def test_python_gives_the_same(tmp_path: Path) -> None:
         decaybench.spectrum(tmp_path / "nowhere")
 
 
+# --- texts
+
+
+@pytest.fixture(scope="module")
+def novels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("data") / "novels", stories(60))
+
+
+def test_a_language_model_reads_a_text(undrawn: None, tmp_path: Path, novels: Path) -> None:
+    """Positions start anew with each document: few of them reach the later ones."""
+    model = small.model("gla", vocab_size=257).float()
+    path = saved(tmp_path / "c", model, tokenizer_sha256=ByteTokenizer().sha256)
+    (found,) = look_at([path], Asked(tokens=2048, data=novels))
+    assert found.read is not None and found.read.what == "text validation" and found.read.length == 16 * T
+    assert (found.read.tokens, found.read.documents) == (2048, len(_documents(novels, 16 * T, 8)))
+    at = found.layers[0].measured
+    assert at is not None and at.at[1].tokens == found.read.documents > 8
+    longest = max(_documents(novels, 16 * T, 8))
+    assert {t for t in (T, 4 * T, 16 * T) if t <= longest} <= set(at.at) and max(at.at) <= 8 * longest // 7 + 1
+    (one,) = look_at([path], Asked(tokens=100, data=novels, length="1x"))
+    assert one.read is not None and (one.read.samples, one.read.length) == (6, T)
+
+
+def _documents(folder: Path, length: int, rows: int) -> list[int]:
+    """Lengths of the documents, whole or cut, in the windows that are read."""
+    task = make_task(parse(TextConfig, {"data": str(folder), "train_length": T}))
+    (cell,) = task.cells(TextEvaluation(), [length])
+    positions = task.batch(cell.shape, "test", 0, np.arange(rows)).positions
+    assert positions is not None
+    starts = [np.flatnonzero(row == 1).tolist() for row in positions]
+    return [end - start for row in starts for start, end in pairwise([*row, length])]
+
+
+def test_a_text_in_other_tokens_is_refused(
+    undrawn: None, tmp_path: Path, novels: Path, finished: Callable[[str], Path]
+) -> None:
+    other = saved(tmp_path / "c", small.model(vocab_size=257), tokenizer_sha256="0" * 64)
+    few = saved(tmp_path / "d", small.model(vocab_size=31))
+    for path, said in (
+        (other, "another tokenizer"),
+        (few, "257 kinds of tokens"),
+        (finished("mqar"), "trained on mqar"),
+    ):
+        refused = bench("spectrum", str(path), "--data", str(novels))
+        assert refused.code == 2 and said in refused.err and refused.err.count("\n") == 1, refused.err
+
+
 # --- figures
 
 
@@ -388,12 +441,14 @@ def panels(figure: Figure) -> list[Axes]:
 
 def test_gaps_are_drawn_beside_random_ones(looked_at: list[RunSpectrum]) -> None:
     found = panels(plots.gap_figure(looked_at))
-    assert len(found) == 6
+    assert len(found) == 9
     for column, run in enumerate(looked_at):
-        for panel, what in ((found[column], "smallest"), (found[3 + column], "median")):
-            drawn = sorted(float(line.get_ydata()[0]) for line in panel.lines if line.get_marker() == "o")
-            wanted = [getattr(layer.gaps[when][T], what) for layer in run.layers for when in (START, TRAINED)]
-            assert drawn == pytest.approx(sorted(max(gap, 1e-6) for gap in wanted))
+        rows = zip(found[column::3], (("smallest", 1), ("smallest", T), ("median", 1)), strict=True)
+        for panel, (what, t) in rows:
+            for marker, name in (("o", what), ("_", f"random_{what}")):
+                drawn = sorted(float(line.get_ydata()[0]) for line in panel.lines if line.get_marker() == marker)
+                wanted = [getattr(layer.gaps[when][t], name) for layer in run.layers for when in (START, TRAINED)]
+                assert drawn == pytest.approx(sorted(max(gap, 1e-6) for gap in wanted))
             triangles = [line for line in panel.lines if line.get_marker() == "^"]
             assert len(triangles) == 2 * sum(layer.shows_order for layer in run.layers)
         assert any(layer.shows_order for layer in run.layers) == (run.rest.cell != "gla")
