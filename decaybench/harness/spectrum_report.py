@@ -259,22 +259,17 @@ def channel_table(runs: Sequence[RunSpectrum]) -> Table:
     from rich.table import Table
 
     table = Table(
-        title=f"{_said(runs)}gaps and what channels are good for, trained, at rest",
-        caption="log gaps in nats; random: mean smallest gap of as many at random in the same range; useful: "
-        "1 <= tau <= t; graded: keep 5 to 95 % of token 1 at t",
+        title=f"{_said(runs)}log gaps, and channels that are useful or graded; trained, at rest",
+        caption="smallest, median: gap between neighbouring log timescales, nats; random: the smallest of as many at "
+        "random in the same range, its mean; useful: 1 <= tau <= t; graded: keep 5 to 95 % of token 1 at t",
         caption_justify="left",
     )
     if len(runs) > 1:
         table.add_column("model", overflow="fold")
     names = [f"t = {runs[0].rest.position_name(t)}" for t in runs[0].rest.positions[1:]]
-    gap_names = [f"{what}\n{name}" for name in ("t = 1", names[0]) for what in ("smallest gap", "random")]
-    for title in [
-        "layer",
-        "of",
-        *gap_names,
-        "median gap\nt = 1",
-        *(f"{what}\n{name}" for what in ("useful", "graded") for name in names),
-    ]:
+    gaps_of = [f"{what}\n{name}" for name in ("t = 1", names[0]) for what in ("smallest", "random")]
+    counts_of = [f"{what}\n{name}" for what in ("useful", "graded") for name in names]
+    for title in ["layer", "of", *gaps_of, "median\nt = 1", *counts_of]:
         table.add_column(title, justify="right", no_wrap=True)
     for run in runs:
         for layer in evenly(run.layers, _MOST_LAYERS):
