@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.text import Text
+    from matplotlib.ticker import Locator
 
 T = TypeVar("T")
 
@@ -124,6 +125,18 @@ def legend_below(figure: Figure, handles: Sequence[Artist], columns: int, title:
             break
         legend.remove()
     figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * max(0, rows - 2))
+
+
+def handles(panel: Axes) -> list[Artist]:
+    """What of a panel a legend would name."""
+    return list(panel.get_legend_handles_labels()[0])
+
+
+def no_minor_ticks() -> Locator:
+    """For an axis on which they would crowd."""
+    from matplotlib.ticker import NullLocator
+
+    return NullLocator()
 
 
 def evenly(items: Sequence[T], most: int) -> list[T]:

@@ -224,6 +224,11 @@ class Spectra:
         return [f"{name}: {text}" for name, text in said]
 
 
+def titled(runs: Sequence[RunSpectrum], title: str) -> str:
+    """A title with the run's name before it where there is one run alone."""
+    return f"{runs[0].name}: {title}" if len(runs) == 1 else title
+
+
 def timescale_table(runs: Sequence[RunSpectrum]) -> Table:
     """A row a layer and position: slowest, median and fastest timescale, at the start, after training, and measured.
 
@@ -233,7 +238,7 @@ def timescale_table(runs: Sequence[RunSpectrum]) -> Table:
 
     measured = any(run.read is not None for run in runs)
     columns = ["start", "trained", *(["measured"] if measured else [])]
-    table = Table(title=f"{_said(runs)}timescales at rest{' and measured' if measured else ''}, tokens")
+    table = Table(title=titled(runs, f"timescales at rest{' and measured' if measured else ''}, tokens"))
     if len(runs) > 1:
         table.add_column("model", overflow="fold")
     for title in ("layer", "position"):
@@ -259,7 +264,7 @@ def channel_table(runs: Sequence[RunSpectrum]) -> Table:
     from rich.table import Table
 
     table = Table(
-        title=f"{_said(runs)}log gaps, and channels that are useful or graded; trained, at rest",
+        title=titled(runs, "log gaps, and channels that are useful or graded; trained, at rest"),
         caption="smallest, median: gap between neighbouring log timescales, nats; random: the smallest of as many at "
         "random in the same range, its mean; useful: 1 <= tau <= t; graded: keep 5 to 95 % of token 1 at t",
         caption_justify="left",
@@ -282,10 +287,6 @@ def channel_table(runs: Sequence[RunSpectrum]) -> Table:
             row += [str(counts.useful[t]) for t in shown] + [str(counts.graded[1][t]) for t in shown]
             table.add_row(*([run.name] if len(runs) > 1 else []), *row)
     return table
-
-
-def _said(runs: Sequence[RunSpectrum]) -> str:
-    return f"{runs[0].name}: " if len(runs) == 1 else ""
 
 
 def _listed(numbers: Timescales, gaps: Mapping[int, Gaps], name: str = "timescales") -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from decaybench.harness import spectrum_plots as plots
 from decaybench.harness.drawing import save
 from decaybench.harness.spectra import Asked, look_at
 from decaybench.harness.spectrum_laws import cumulative_rates
+from decaybench.harness.spectrum_layers import timescale_figure
 from decaybench.harness.spectrum_report import START, TRAINED, RunSpectrum
 from decaybench.harness.spectrum_rest import CAP, Resting, model_spectrum
 from decaybench.harness.spectrum_tally import QUANTILES, Tally, measure
@@ -353,7 +354,7 @@ def test_a_head_that_never_forgets_is_drawn_at_the_edge(undrawn: None, tmp_path:
     assert bench("spectrum", str(path)).code == 0
     (found,) = look_at([path], Asked())
     assert found.rest.layers[0].after[1][0] == 1e30
-    panel = plots.timescale_figure([found.rest]).axes[0]
+    panel = timescale_figure([found.rest]).axes[0]
     assert max(np.max(line.get_ydata()) for line in panel.lines) == CAP * T
 
 
