@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
@@ -237,6 +237,13 @@ def thin(figure: Figure) -> None:
                     label.set_visible(False)
                 else:
                     kept.append(label)
+
+
+def remove(folder: Path, names: Iterable[str]) -> None:
+    """Remove the .png and .svg of these names, where they are. Raises OSError."""
+    for name in names:
+        for ending in (".png", ".svg"):
+            (folder / f"{name}{ending}").unlink(missing_ok=True)
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:

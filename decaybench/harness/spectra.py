@@ -109,6 +109,8 @@ def _look(
         read = reading.read(model, tally)
     before, after = resting_layers(start), resting_layers(model)
     measured = tally.layers() if tally is not None else {}
+    if read is not None and not measured:
+        read, remark = None, f"at rest alone: {model.config.name} shows its decays to no observer"
     sums = {number: _Sums(layer, rest) for number, layer in after.items()}
     layers = tuple(
         _numbers(layer, rest, {START: _Sums(before[layer.layer], rest), TRAINED: sums[layer.layer]}, measured)

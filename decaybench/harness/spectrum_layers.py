@@ -81,7 +81,7 @@ def measured_figure(runs: Sequence[RunSpectrum]) -> Figure:
     with style():
         reads = {str(run.read) for run in runs}
         title = titled(runs, title) + (f", on {runs[0].read}" if len(reads) == 1 else "")
-        figure, panels = _layer_panels(title, [(run.layers, run, most) for run in runs])
+        figure, panels = _layer_panels(title, [(run.measured_layers, run, most) for run in runs])
         for panel, layer, run in panels:
             where = f"layer {layer.rest.layer}"
             panel.set_title(where if len(runs) == 1 else f"{run.name}, {where}")

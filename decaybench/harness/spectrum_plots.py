@@ -26,6 +26,7 @@ from decaybench.harness.drawing import (
     mark_training_length,
     name_axes,
     no_minor_ticks,
+    remove,
     save,
     shades,
     style,
@@ -52,9 +53,7 @@ def draw_spectrum_figures(runs: Sequence[RunSpectrum], folder: Path) -> list[Pat
 
     timescales, density, gaps, channels, retention, and where decays were measured, measured.
     """
-    for name in _FIGURES:
-        for ending in (".png", ".svg"):
-            (folder / f"{name}{ending}").unlink(missing_ok=True)
+    remove(folder, _FIGURES)
     figures = {
         "timescales": timescale_figure([run.rest for run in runs], [run.name for run in runs]),
         "density": density_figure(runs),
@@ -152,7 +151,7 @@ def channel_figure(runs: Sequence[RunSpectrum]) -> Figure:
         _token_axis(panels[0], 1, last)
         if len({run.rest.train_length for run in runs}) == 1:
             t = np.geomspace(1, last)
-            even = np.log(t) / np.log(runs[0].rest.length)
+            even = np.log(t) / np.log(max(runs[0].rest.length, 2))
             panels[0].plot(t, even.clip(max=1), color=MUTED, linewidth=1, linestyle=":", zorder=1)
             for panel in panels:
                 mark_training_length(panel, runs[0].rest.train_length, None)
@@ -211,14 +210,9 @@ def _gap_marks(panel: Axes, x: int, layer: LayerNumbers, position: int, what: st
             (getattr(order, what, None), INKS[1], "^", 5),
         ):
             if value is not None:
-                look: dict[str, Any] = {
-                    "marker": marker,
-                    "markersize": size,
-                    "color": ink,
-                    "linestyle": "none",
-                    "zorder": 3,
-                }
-                panel.plot([place], [max(value, _FLOOR)], markerfacecolor="white" if hollow else ink, **look)
+                look: dict[str, Any] = {"marker": marker, "markersize": size, "color": ink, "linestyle": "none"}
+                face = "white" if hollow else ink
+                panel.plot([place], [max(value, _FLOOR)], markerfacecolor=face, zorder=3, **look)
 
 
 def _layer_axis(panel: Axes, run: RunSpectrum) -> None:

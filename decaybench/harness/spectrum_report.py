@@ -116,7 +116,7 @@ class Densities:
 @dataclass(frozen=True)
 class Read:
     """What was read to measure decays. what: in words, `mqar persist`; length: of a sample, tokens; documents: in all
-    samples; longest: the last position that one reaches.
+    samples.
     """
 
     what: str
@@ -153,26 +153,30 @@ class RunSpectrum:
     remark: str | None = None
 
     @property
-    def channels(self) -> int:
-        """Of all layers."""
-        return sum(layer.rest.channels for layer in self.layers)
+    def measured_layers(self) -> tuple[LayerNumbers, ...]:
+        """Those whose decays were measured."""
+        return tuple(layer for layer in self.layers if layer.measured is not None)
 
     def useful_shares(self, when: str) -> dict[int, float]:
         """Share of all layers' channels with 1 <= tau <= t at rest, by t."""
-        return self._shares([layer.counts[when].useful for layer in self.layers])
+        return _shares([(layer, layer.counts[when].useful) for layer in self.layers])
 
     def graded_shares(self, when: str, token: int) -> dict[int, float]:
         """Share of all layers' channels that at rest keep 5 to 95 % of a token at t, by t."""
-        return self._shares([layer.counts[when].graded.get(token, {}) for layer in self.layers])
+        return _shares([(layer, layer.counts[when].graded.get(token, {})) for layer in self.layers])
 
     def measured_useful(self) -> dict[int, float]:
         """As `useful_shares`, of what was measured."""
-        return self._shares([{t: at.useful for t, at in layer.at.items()} for layer in self._measured()])
+        return _shares([(layer, {t: at.useful for t, at in known.at.items()}) for layer, known in self._measured()])
 
     def measured_graded(self, token: int) -> dict[int, float]:
         """As `graded_shares`, of what was measured."""
-        layers = self._measured()
-        return self._shares([{t: kept.graded for (j, t), kept in of.kept.items() if j == token} for of in layers])
+        return _shares(
+            [
+                (layer, {t: kept.graded for (j, t), kept in known.kept.items() if j == token})
+                for layer, known in self._measured()
+            ]
+        )
 
     def plain(self) -> dict[str, Any]:
         """Every number of the figures, JSON-able."""
@@ -191,13 +195,8 @@ class RunSpectrum:
     def __rich__(self) -> Table:
         return timescale_table([self])
 
-    def _measured(self) -> list[MeasuredLayer]:
-        return [layer.measured for layer in self.layers if layer.measured is not None]
-
-    def _shares(self, counts: Sequence[Mapping[int, float]]) -> dict[int, float]:
-        if not counts:
-            return {}
-        return {t: sum(of[t] for of in counts) / self.channels for t in sorted(counts[0])}
+    def _measured(self) -> list[tuple[LayerNumbers, MeasuredLayer]]:
+        return [(layer, layer.measured) for layer in self.layers if layer.measured is not None]
 
 
 @dataclass(frozen=True)
@@ -287,6 +286,14 @@ def channel_table(runs: Sequence[RunSpectrum]) -> Table:
             row += [str(counts.useful[t]) for t in shown] + [str(counts.graded[1][t]) for t in shown]
             table.add_row(*([run.name] if len(runs) > 1 else []), *row)
     return table
+
+
+def _shares(counts: Sequence[tuple[LayerNumbers, Mapping[int, float]]]) -> dict[int, float]:
+    """Counts of layers by position, as shares of the channels of all these layers."""
+    if not counts:
+        return {}
+    total = sum(layer.rest.channels for layer, _ in counts)
+    return {t: sum(of[t] for _, of in counts) / total for t in sorted(counts[0][1])}
 
 
 def _listed(numbers: Timescales, gaps: Mapping[int, Gaps], name: str = "timescales") -> list[dict[str, Any]]:
