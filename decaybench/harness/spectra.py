@@ -78,12 +78,12 @@ def look_at(paths: Sequence[Path], asked: Asked, device: str = "auto") -> list[R
     """The spectra of the models in these folders. Raises UserError as `spectrum` does, and where one is given twice."""
     if asked.tokens < 0:
         raise UserError(f"--tokens {asked.tokens}: say how many to read, or 0 for timescales at rest alone")
+    where = resolve_device(device)
+    opened = [model_of(path) for path in paths]
     places = [path.resolve() for path in paths]
     for path, place in zip(paths, places, strict=True):
         if places.count(place) > 1:
             raise UserError(f"{path} is given twice")
-    where = resolve_device(device)
-    opened = [model_of(path) for path in paths]
     for path, (checkpoint, _) in zip(paths, opened, strict=True):
         if not resting_layers(build_model(checkpoint.config, device="meta")):
             raise UserError(f"{path}: {checkpoint.config.cell} has no decays, so no spectrum")

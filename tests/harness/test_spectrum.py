@@ -167,7 +167,7 @@ def test_useful_channels_are_counted_at_every_position(tmp_path: Path) -> None:
         assert layer.rest.unit == "channel"
         for t, count in layer.counts[TRAINED].useful.items():
             taus = block.mixer.timescales(t)  # type: ignore[operator, union-attr]
-            assert count == sum(1 <= float(tau) <= t for tau in taus)
+            assert count == sum(1 <= tau <= t for tau in taus.tolist())
     shares = found.useful_shares(TRAINED)
     total = sum(layer.rest.channels for layer in found.layers)
     assert shares[T] == sum(layer.counts[TRAINED].useful[T] for layer in found.layers) / total
@@ -315,6 +315,7 @@ def test_variant_and_length_are_the_callers_to_say(undrawn: None, finished: Call
         (("--tokens", "-1"), "--tokens -1"),
         (("--data", "nowhere"), "nowhere"),
         ((str(run),), "given twice"),
+        (("nul\0",), "no checkpoint at"),
     ):
         refused = bench("spectrum", str(run), *words)
         assert refused.code == 2 and said in refused.err and refused.err.count("\n") == 1, refused.err
@@ -332,6 +333,14 @@ def test_what_has_nothing_to_read_is_drawn_at_rest(undrawn: None, tmp_path: Path
     assert [found.rest.position_name(t) for found in look_at([untold], Asked()) for t in found.rest.positions] == [
         *("1", "1024", "4096", "16384")
     ]
+
+
+def test_a_mixer_that_shows_nothing_is_drawn_at_rest(
+    undrawn: None, finished: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LanguageModel, "decays", lambda self, tokens, positions=None: iter([{}]))
+    done = bench("spectrum", str(finished("mqar")))
+    assert done.code == 0 and "at rest alone: mamba2 shows its decays to no observer" in done.out
 
 
 def test_no_decays_no_spectrum(tmp_path: Path) -> None:
