@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.text import Text
+    from matplotlib.ticker import Locator
 
 T = TypeVar("T")
 
@@ -126,6 +127,18 @@ def legend_below(figure: Figure, handles: Sequence[Artist], columns: int, title:
     figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * max(0, rows - 2))
 
 
+def handles(panel: Axes) -> list[Artist]:
+    """What of a panel a legend would name."""
+    return list(panel.get_legend_handles_labels()[0])
+
+
+def no_minor_ticks() -> Locator:
+    """For an axis on which they would crowd."""
+    from matplotlib.ticker import NullLocator
+
+    return NullLocator()
+
+
 def evenly(items: Sequence[T], most: int) -> list[T]:
     """At most so many of the items, 2 or more: the first, the last and those evenly between them."""
     if len(items) <= most:
@@ -224,6 +237,13 @@ def thin(figure: Figure) -> None:
                     label.set_visible(False)
                 else:
                     kept.append(label)
+
+
+def remove(folder: Path, names: Iterable[str]) -> None:
+    """Remove the .png and .svg of these names, where they are. Raises OSError."""
+    for name in names:
+        for ending in (".png", ".svg"):
+            (folder / f"{name}{ending}").unlink(missing_ok=True)
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:

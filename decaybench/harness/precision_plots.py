@@ -31,6 +31,7 @@ from decaybench.harness.drawing import (
     mark_training_length,
     name_axes,
     ratio_label,
+    remove,
     save,
     shades,
     style,
@@ -69,9 +70,7 @@ _BESIDE = 0.3  # of the least distance of two lengths: how far the runs' bars st
 
 def remove_figures(folder: Path) -> None:
     """Remove what an earlier call drew there: it may have drawn more, which would stand beside new numbers."""
-    for name in _FIGURES:
-        for ending in (".png", ".svg"):
-            (folder / f"{name}{ending}").unlink(missing_ok=True)
+    remove(folder, _FIGURES)
 
 
 def draw_run(run: RunTrace, folder: Path) -> list[Path]:

@@ -20,7 +20,7 @@ from decaybench.harness.model_info import model_info
 from decaybench.harness.plots import draw_evaluation
 from decaybench.harness.progress import Progress
 from decaybench.harness.protocols import decided
-from decaybench.harness.spectrum_plots import draw_timescales
+from decaybench.harness.spectrum_layers import draw_timescales
 from decaybench.harness.spectrum_rest import Spectrum, model_spectrum
 from decaybench.harness.training import train
 from decaybench.models.checkpoints import Checkpoint, find_checkpoint

@@ -48,6 +48,7 @@ from decaybench.models.language_model import build_model
 LAST = 64  # times T: the last position of counts and retentions
 
 _KEPT_AT = (1, 2, 4, 8, 16)  # times T: where retentions are measured
+_FASTEST = 1 / 4  # tokens; densities begin here, or where a resting one does
 _LINES = 16  # channels whose retention is drawn
 
 
@@ -77,12 +78,12 @@ def look_at(paths: Sequence[Path], asked: Asked, device: str = "auto") -> list[R
     """The spectra of the models in these folders. Raises UserError as `spectrum` does, and where one is given twice."""
     if asked.tokens < 0:
         raise UserError(f"--tokens {asked.tokens}: say how many to read, or 0 for timescales at rest alone")
+    where = resolve_device(device)
+    opened = [model_of(path) for path in paths]
     places = [path.resolve() for path in paths]
     for path, place in zip(paths, places, strict=True):
         if places.count(place) > 1:
             raise UserError(f"{path} is given twice")
-    where = resolve_device(device)
-    opened = [model_of(path) for path in paths]
     for path, (checkpoint, _) in zip(paths, opened, strict=True):
         if not resting_layers(build_model(checkpoint.config, device="meta")):
             raise UserError(f"{path}: {checkpoint.config.cell} has no decays, so no spectrum")
@@ -108,6 +109,8 @@ def _look(
         read = reading.read(model, tally)
     before, after = resting_layers(start), resting_layers(model)
     measured = tally.layers() if tally is not None else {}
+    if read is not None and not measured:
+        read, remark = None, f"at rest alone: {model.config.name} shows its decays to no observer"
     sums = {number: _Sums(layer, rest) for number, layer in after.items()}
     layers = tuple(
         _numbers(layer, rest, {START: _Sums(before[layer.layer], rest), TRAINED: sums[layer.layer]}, measured)
@@ -180,6 +183,6 @@ def _densities(rest: Spectrum, tally: Tally | None) -> Densities:
     position, cap = rest.length, float(CAP * rest.length)
     start = np.concatenate([layer.at_start[position] for layer in rest.layers]).clip(max=cap)
     after = np.concatenate([layer.after[position] for layer in rest.layers]).clip(max=cap)
-    octaves = octaves_of(min(start.min(), after.min(), 1), max(start.max(), after.max()))
+    octaves = octaves_of(min(start.min(), after.min(), _FASTEST), 2 * cap)
     measured = None if tally is None else tally.densities(position, octaves, cap)
     return Densities(octaves, density(start, octaves), density(after, octaves), measured)

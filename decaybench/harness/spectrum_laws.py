@@ -28,7 +28,7 @@ PER_OCTAVE = 8  # points of a density
 _KERNEL = 0.75  # standard deviation of a density's kernel, octaves
 _ROUNDING = 1e-5  # of float32 timescales: PoST's fastest channel has tau = 1 exactly
 _EXACT = 64  # positions up to which every rate is asked for
-_NODES = 16  # rates an octave that are asked for beyond
+_NODES = 32  # rates an octave that are asked for beyond
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def graded(retention: Float64) -> int:
 def cumulative_rates(rates_at: Callable[[int], Float64], positions: Collection[int]) -> dict[int, Float64]:
     """C(t) = sum_{s=1..t} rate(s), [N], at each of `positions`; so retention of token j at t is exp(C(j) - C(t)).
 
-    rates_at: the rates 1 / tau [N] at a position. Up to position 64 all are asked for, and beyond it 16 an octave: a
+    rates_at: the rates 1 / tau [N] at a position. Up to position 64 all are asked for, and beyond it 32 an octave: a
     rate between two of them is taken for the power of s that joins them, as those of all spectra are (of RWKV-7's
     nearly), and is summed by the formula of Euler and Maclaurin.
     """

@@ -83,7 +83,7 @@ def find_reading(
     evaluation, dtype = run.evaluation, run.training.dtype
     try:
         return _of_task(make_task(run.task), evaluation, evaluation.seed, dtype, length, asked), None
-    except MissingDataError as error:
+    except UserError as error:  # its files have gone, or hold too little
         if asked.named:
             raise
         return None, f"at rest alone: {error}"
@@ -118,10 +118,11 @@ def _of_task(
                 cells = _cells(task, evaluation, tokens, variant)
                 samples = max(1, asked.tokens // cells[0].shape.length)
                 cells = evenly(cells, samples) if samples > 1 else cells[len(cells) // 2 :][:1]
-                task.ready(cells, -(-samples // len(cells)))
+                each = samples // len(cells)
+                task.ready(cells, each)
                 for cell in cells:
                     task.check(cell.shape)
-                return Reading(task, cells, samples, seed, dtype)
+                return Reading(task, cells, each * len(cells), seed, dtype)
             except MissingDataError:
                 raise
             except UserError as error:

@@ -116,7 +116,7 @@ class Densities:
 @dataclass(frozen=True)
 class Read:
     """What was read to measure decays. what: in words, `mqar persist`; length: of a sample, tokens; documents: in all
-    samples; longest: the last position that one reaches.
+    samples.
     """
 
     what: str
@@ -153,31 +153,30 @@ class RunSpectrum:
     remark: str | None = None
 
     @property
-    def channels(self) -> int:
-        """Of all layers."""
-        return sum(layer.rest.channels for layer in self.layers)
-
-    @property
-    def unit(self) -> str:
-        """`head`, or `channel` where a layer has more timescales than heads."""
-        return "channel" if any(layer.rest.unit == "channel" for layer in self.layers) else "head"
+    def measured_layers(self) -> tuple[LayerNumbers, ...]:
+        """Those whose decays were measured."""
+        return tuple(layer for layer in self.layers if layer.measured is not None)
 
     def useful_shares(self, when: str) -> dict[int, float]:
         """Share of all layers' channels with 1 <= tau <= t at rest, by t."""
-        return self._shares([layer.counts[when].useful for layer in self.layers])
+        return _shares([(layer, layer.counts[when].useful) for layer in self.layers])
 
     def graded_shares(self, when: str, token: int) -> dict[int, float]:
         """Share of all layers' channels that at rest keep 5 to 95 % of a token at t, by t."""
-        return self._shares([layer.counts[when].graded.get(token, {}) for layer in self.layers])
+        return _shares([(layer, layer.counts[when].graded.get(token, {})) for layer in self.layers])
 
     def measured_useful(self) -> dict[int, float]:
         """As `useful_shares`, of what was measured."""
-        return self._shares([{t: at.useful for t, at in layer.at.items()} for layer in self._measured()])
+        return _shares([(layer, {t: at.useful for t, at in known.at.items()}) for layer, known in self._measured()])
 
     def measured_graded(self, token: int) -> dict[int, float]:
         """As `graded_shares`, of what was measured."""
-        layers = self._measured()
-        return self._shares([{t: kept.graded for (j, t), kept in of.kept.items() if j == token} for of in layers])
+        return _shares(
+            [
+                (layer, {t: kept.graded for (j, t), kept in known.kept.items() if j == token})
+                for layer, known in self._measured()
+            ]
+        )
 
     def plain(self) -> dict[str, Any]:
         """Every number of the figures, JSON-able."""
@@ -196,13 +195,8 @@ class RunSpectrum:
     def __rich__(self) -> Table:
         return timescale_table([self])
 
-    def _measured(self) -> list[MeasuredLayer]:
-        return [layer.measured for layer in self.layers if layer.measured is not None]
-
-    def _shares(self, counts: Sequence[Mapping[int, float]]) -> dict[int, float]:
-        if not counts:
-            return {}
-        return {t: sum(of[t] for of in counts) / self.channels for t in sorted(counts[0])}
+    def _measured(self) -> list[tuple[LayerNumbers, MeasuredLayer]]:
+        return [(layer, layer.measured) for layer in self.layers if layer.measured is not None]
 
 
 @dataclass(frozen=True)
@@ -229,16 +223,21 @@ class Spectra:
         return [f"{name}: {text}" for name, text in said]
 
 
+def titled(runs: Sequence[RunSpectrum], title: str) -> str:
+    """A title with the run's name before it where there is one run alone."""
+    return f"{runs[0].name}: {title}" if len(runs) == 1 else title
+
+
 def timescale_table(runs: Sequence[RunSpectrum]) -> Table:
     """A row a layer and position: slowest, median and fastest timescale, at the start, after training, and measured.
 
-    Of models with many layers 6, evenly chosen; one row, where the position changes nothing.
+    Of models with many layers 6, evenly chosen; one row where the position changes nothing, measured at t = T.
     """
     from rich.table import Table
 
     measured = any(run.read is not None for run in runs)
     columns = ["start", "trained", *(["measured"] if measured else [])]
-    table = Table(title=f"{_said(runs)}timescales at rest{' and measured' if measured else ''}, tokens")
+    table = Table(title=titled(runs, f"timescales at rest{' and measured' if measured else ''}, tokens"))
     if len(runs) > 1:
         table.add_column("model", overflow="fold")
     for title in ("layer", "position"):
@@ -248,12 +247,12 @@ def timescale_table(runs: Sequence[RunSpectrum]) -> Table:
     for run in runs:
         for layer in evenly(run.layers, _MOST_LAYERS):
             rest, known = layer.rest, layer.measured.at if layer.measured else {}
-            for position in run.rest.positions:
+            for position in run.rest.positions if run.rest.scales else [run.rest.length]:
                 sets: list[Sequence[float] | Float64] = [rest.at_start[position], rest.after[position]]
                 if position in known:
                     sets.append(known[position].median)
                 numbers = [_tokens(float(of(taus))) for taus in sets for of in (np.max, np.median, np.min)]
-                label = f"t = {run.rest.position_name(position)}"
+                label = f"t = {run.rest.position_name(position)}" if run.rest.scales else "every t"
                 named = [run.name] if len(runs) > 1 else []
                 table.add_row(*named, str(rest.layer), label, *numbers, *([""] * (3 * len(columns) - len(numbers))))
     return table
@@ -264,30 +263,37 @@ def channel_table(runs: Sequence[RunSpectrum]) -> Table:
     from rich.table import Table
 
     table = Table(
-        title=f"{_said(runs)}gaps and what channels are good for, trained, at rest",
-        caption="gaps at t = T, nats; random: mean smallest gap of as many at random in the same range; useful: "
-        "1 <= tau <= t; graded: keep 5 to 95 % of token 1 at t",
+        title=titled(runs, "log gaps, and channels that are useful or graded; trained, at rest"),
+        caption="smallest, median: gap between neighbouring log timescales, nats; random: the smallest of as many at "
+        "random in the same range, its mean; useful: 1 <= tau <= t; graded: keep 5 to 95 % of token 1 at t",
         caption_justify="left",
     )
     if len(runs) > 1:
         table.add_column("model", overflow="fold")
-    names = [run.rest.position_name(t) for run in runs[:1] for t in run.rest.positions[1:]]
-    titles = ["layer", "of", "smallest\ngap", "random", "median\ngap"]
-    for title in [*titles, *(f"{what}\n{name}" for what in ("useful", "graded") for name in names)]:
+    names = [f"t = {runs[0].rest.position_name(t)}" for t in runs[0].rest.positions[1:]]
+    gaps_of = [f"{what}\n{name}" for name in ("t = 1", names[0]) for what in ("smallest", "random")]
+    counts_of = [f"{what}\n{name}" for what in ("useful", "graded") for name in names]
+    for title in ["layer", "of", *gaps_of, "median\nt = 1", *counts_of]:
         table.add_column(title, justify="right", no_wrap=True)
     for run in runs:
         for layer in evenly(run.layers, _MOST_LAYERS):
-            gaps = layer.gaps[TRAINED].get(run.rest.length)
+            at = layer.gaps[TRAINED]
+            gaps = [gap for t in (1, run.rest.length) if t in at for gap in (at[t].smallest, at[t].random_smallest)]
+            gaps += [at[1].median] if at else []
             counts, shown = layer.counts[TRAINED], run.rest.positions[1:]
             row = [str(layer.rest.layer), f"{layer.rest.channels} {layer.rest.unit}s"]
-            row += [f"{gap:.2g}" for gap in (gaps.smallest, gaps.random_smallest, gaps.median)] if gaps else [""] * 3
+            row += [f"{gap:.2g}" for gap in gaps] or [""] * 5
             row += [str(counts.useful[t]) for t in shown] + [str(counts.graded[1][t]) for t in shown]
             table.add_row(*([run.name] if len(runs) > 1 else []), *row)
     return table
 
 
-def _said(runs: Sequence[RunSpectrum]) -> str:
-    return f"{runs[0].name}: " if len(runs) == 1 else ""
+def _shares(counts: Sequence[tuple[LayerNumbers, Mapping[int, float]]]) -> dict[int, float]:
+    """Counts of layers by position, as shares of the channels of all these layers."""
+    if not counts:
+        return {}
+    total = sum(layer.rest.channels for layer, _ in counts)
+    return {t: sum(of[t] for _, of in counts) / total for t in sorted(counts[0][1])}
 
 
 def _listed(numbers: Timescales, gaps: Mapping[int, Gaps], name: str = "timescales") -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ what its record keeps a summary of; `bench spectrum` (harness/spectra.py) shows 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +49,11 @@ class LayerTimescales:
     def channels(self) -> int:
         """How many timescales there are."""
         return len(next(iter(self.after.values())))
+
+    @property
+    def orders_channels(self) -> bool:
+        """Whether P has a number for each of the timescales; else it has one a head of many channels."""
+        return self.order_after is not None and len(next(iter(self.order_after.values()))) == self.channels
 
     @property
     def unit(self) -> str:
@@ -130,6 +135,11 @@ class Resting:
                 found: list[float] = part.log_speeds(position).double().tolist()
                 return found
         return None
+
+
+def units(layers: Iterable[LayerTimescales]) -> str:
+    """What has timescales in these layers, in the plural: `heads and channels`."""
+    return " and ".join(f"{unit}s" for unit in sorted({layer.unit for layer in layers}, reverse=True))
 
 
 def model_spectrum(

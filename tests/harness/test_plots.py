@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from decaybench.core.errors import RunError
 from decaybench.harness.plots import draw_evaluation, evaluation_figures
-from decaybench.harness.spectrum_plots import draw_timescales, timescale_figure
+from decaybench.harness.spectrum_layers import draw_timescales, timescale_figure
 from decaybench.harness.spectrum_rest import LayerTimescales, Spectrum
 from decaybench.results.record import Record, groups, seal
 from decaybench.results.statistics import wilson
