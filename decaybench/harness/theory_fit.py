@@ -4,10 +4,10 @@
 
 Least squares takes min sqrt(mean e^2), minimax min max |e|. The matrix exp(-p_k t_i) is so ill-conditioned (1e25 for 32
 rates) that float64 stops far above the optimum. So its columns, and t^-beta, are made orthogonal by modified
-Gram-Schmidt in integers that count 2^-bits, as many bits as the matrix' condition takes and 60 more. What comes out is an
-orthonormal basis of exactly their span, and the least-squares residual, both with the relative precision of float64:
-there is no floor. Minimax then is Remez's exchange on the grid, which ends with its own proof: no weights have an error
-below `bound` (de la Vallee Poussin, 1910). What arithmetic allows is `float32`: least squares of the unit columns
+Gram-Schmidt in integers that count 2^-bits, as many bits as the matrix' condition takes and 60 more. What comes out is
+an orthonormal basis of exactly their span, and the residual of least squares, both with the relative precision of
+float64: there is no floor. Minimax then is Remez's exchange on the grid, which ends with its own proof: no weights have
+an error below `bound` (de la Vallee Poussin, 1910). What float32 can tell of it is least squares of the unit columns
 without the singular values below 2^-23 of the largest.
 """
 
