@@ -515,7 +515,7 @@ def theory(
     json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
-    """What PoST's theory of decay spectra claims, computed: errors, rates and gaps beside the claims, a minute's work."""
+    """What PoST's theory of decay spectra claims, beside what is found when it is computed; a minute's work."""
     from decaybench.core.files import readable_json
     from decaybench.harness.progress import Progress
     from decaybench.harness.theory import Question

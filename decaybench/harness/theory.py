@@ -37,7 +37,7 @@ BETAS = (0.5, 1.0, 1.5)
 LENGTHS = (64, 256, 1024, 4096)
 CHANNELS = (4, 8, 16, 24, 32, 48, 64)
 DRAWS = 50
-N = TypeVar("N", int, float)
+Numeral = TypeVar("Numeral", int, float)
 
 NORMS = ("least_squares", "minimax", "float32")
 
@@ -170,7 +170,7 @@ class Gaps:
 class AtPositions:
     """Errors of fits on [1, t], N channels, T = length. errors, float32: spectrum -> [betas, positions], as Fit's
     least_squares and float32; useful: spectrum -> channels with a timescale within [1, t]; equivalent: spectrum -> of
-    how many channels over [1, t] the error is, [betas, positions], NaN beyond 2N.
+    how many channels over [1, t] the error is, [betas, positions], 2 to 2N.
     """
 
     length: int
@@ -182,7 +182,7 @@ class AtPositions:
     equivalent: dict[str, Float64]
 
     def plain(self, betas: tuple[float, ...]) -> dict[str, Any]:
-        """JSON-able; an equivalent is None where it is beyond 2N."""
+        """JSON-able."""
         found: dict[str, Any] = {"length": self.length, "channels": self.channels, "positions": list(self.positions)}
         found["channels_within_1_to_t"] = {name: [float(x) for x in row] for name, row in self.useful.items()}
         for what, tables in (
@@ -307,7 +307,7 @@ def coherences() -> tuple[Coherence, ...]:
     return tuple(found)
 
 
-def _numbers(flag: str, words: str, kind: type[N]) -> list[N]:
+def _numbers(flag: str, words: str, kind: type[Numeral]) -> list[Numeral]:
     found = []
     for word in words.split(","):
         try:
@@ -400,10 +400,9 @@ def _at_positions(question: Question) -> AtPositions:
 
 
 def _equivalent(errors: Float64, ladder: Float64) -> Float64:
-    """How many channels over [1, t] have these errors: between whole numbers by the logarithm; 2 where fewer."""
-    found: Any = np.full(errors.shape, np.nan)
+    """How many channels over [1, t] have these errors: between whole numbers by the logarithm; 2 to 2N."""
+    found = np.empty(errors.shape)
     for place in np.ndindex(errors.shape):
-        steps = np.log(np.minimum.accumulate(ladder[place]))
-        if np.log(errors[place]) >= steps[-1]:
-            found[place] = np.interp(-np.log(errors[place]), -steps, np.arange(2, 2 + len(steps)))
-    return np.asarray(found, dtype=np.float64)
+        steps = -np.log(np.minimum.accumulate(ladder[place]))
+        found[place] = np.interp(-np.log(errors[place]), steps, np.arange(2, 2 + len(steps)))
+    return found

@@ -246,15 +246,14 @@ def _rates(errors: Errors, norm: str, place: int, lengths: Float64) -> Rates:
     by = {"log T": np.log(np.log(lengths)), "T": np.log(lengths)}
     if not random:
         rates = tuple(_negative(line(N, row)) for row in mean)
-        fitted = np.log([rate.value for rate in rates])
+        fitted = _log(np.array([rate.value for rate in rates]))
         exponents = {name: _negative(line(x, fitted)) for name, x in by.items()}
     else:
         slopes = -_slopes(N, mean)
         again = -_slopes(N, _redrawn(logs))  # [resamples, lengths]
         rates = tuple(_number(value, column) for value, column in zip(slopes, again.T, strict=True))
         exponents = {
-            name: _number(-float(_slopes(x, np.log(slopes))), -_slopes(x, np.log(np.maximum(again, 1e-9))))
-            for name, x in by.items()
+            name: _number(-float(_slopes(x, _log(slopes))), -_slopes(x, _log(again))) for name, x in by.items()
         }
     return Rates(rates, exponents, collapse(mean, N, lengths))
 
@@ -424,7 +423,7 @@ def _coherence_claims(findings: Findings) -> list[Claim]:
 
 def _mean_ratio(ratios: Float64) -> Number:
     """The geometric mean over positions, with Student's interval of the logarithms."""
-    logs = np.log(ratios[np.isfinite(ratios)])
+    logs = np.log(ratios)
     mean, error = float(logs.mean()), float(logs.std(ddof=1)) / sqrt(len(logs))
     low, high = t_interval(mean, error, len(logs))
     return Number(exp(mean), (exp(low), exp(high)))
@@ -447,6 +446,11 @@ def _redrawn(values: Float64) -> Float64:
 def _number(value: float, again: Float64, claimed: float | None = None) -> Number:
     low, high = np.quantile(again, [0.025, 0.975])
     return Number(float(value), (float(low), float(high)), claimed)
+
+
+def _log(rates: Float64) -> Float64:
+    """Of rates, which are hardly ever negative: where float32 ends, an error doesn't fall."""
+    return np.asarray(np.log(np.maximum(rates, 1e-9)))
 
 
 def _negative(number: Number) -> Number:
