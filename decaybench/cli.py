@@ -536,6 +536,39 @@ def precision(
 
 
 @app.command()
+def theory(
+    beta: Annotated[str, typer.Option(help="Kernels t^-beta to fit; the first is drawn.")] = "0.5,1,1.5",
+    train_lengths: Annotated[
+        str,
+        typer.Option(
+            "--train-lengths", "--train-length", help="T, tokens, three or more; figures show the middle one."
+        ),
+    ] = "64,256,1024,4096",
+    channels: Annotated[
+        str, typer.Option(help="N, decay rates a spectrum, three or more; random spectra have 32 at most.")
+    ] = "4,8,16,24,32,48,64",
+    draws: Annotated[int, typer.Option(help="Draws of each random spectrum.", **_WHOLE)] = 50,
+    out: Annotated[Path, typer.Option(help="Folder for figures and numbers.")] = Path("theory"),
+    json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
+) -> None:
+    """What PoST's theory of decay spectra claims, beside what is found when it is computed; a minute's work."""
+    from decaybench.core.files import readable_json
+    from decaybench.harness.progress import Progress
+    from decaybench.harness.theory import Question
+    from decaybench.harness.theory_plots import draw_theory
+
+    question = Question.parse(beta, train_lengths, channels, draws)
+    found = draw_theory(question, out, Progress(quiet=quiet))
+    if json:
+        _write(readable_json(found.plain()))
+        return
+    for table in (found.table(), found.scaling_table()):
+        _print(table)
+    _print(f"figures and numbers in {out}")
+
+
+@app.command()
 def compare(
     runs: Annotated[
         list[Path] | None, typer.Argument(help="Finished runs; none: a leaderboard's records.", metavar="[RUN]...")

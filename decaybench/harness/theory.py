@@ -10,8 +10,8 @@ Linear Recurrences", arXiv 2604.07658) asks how well that can be t^-beta on [1, 
     geometric 1/8  timescales over [1/8, T] (ours, a control: what channels faster than a token add)
 
 At position t a memory reaches t tokens back at most, so the kernel is fitted on [1, t]. There a static spectrum still
-has its timescales over [1, T]; position scaling, tau_k(t) = tau_k(1) t^alpha_k with alpha_k = 1 - k/(N-1), fastest last,
-has them over [1, t] where the theory starts from tau_k(1) = 1, and over [1, T t] where the paper's code starts from
+has its timescales over [1, T]. Position scaling, tau_k(t) = tau_k(1) t^alpha_k with alpha_k from 1 (slowest) to 0, has
+them over [1, t] where the theory starts from tau_k(1) = 1, and over [1, T t] where the paper's code starts from
 timescales over [1, T]. The rates hold still in the theory. In a model they change on the way, and lag l is kept by
 
     exp(-p_k sum_{s = t-l+1..t} s^-alpha_k) = about exp(-p_k integral from t-l+1/2 to t+1/2 of s^-alpha_k)
@@ -20,9 +20,10 @@ timescales over [1, T]. The rates hold still in the theory. In a model they chan
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from math import isfinite, log
-from typing import Any
+from dataclasses import asdict, dataclass
+from itertools import pairwise, product
+from math import isfinite, log, sqrt
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -36,6 +37,8 @@ BETAS = (0.5, 1.0, 1.5)
 LENGTHS = (64, 256, 1024, 4096)
 CHANNELS = (4, 8, 16, 24, 32, 48, 64)
 DRAWS = 50
+Numeral = TypeVar("Numeral", int, float)
+
 NORMS = ("least_squares", "minimax", "float32")
 
 GEOMETRIC, LOG_UNIFORM, UNIFORM, LINEAR, FAST = "geometric", "log-uniform", "uniform", "linear", "geometric 1/8"
@@ -81,6 +84,16 @@ class Question:
         if not 10 <= self.draws <= 1000:
             raise UserError(f"--draws {self.draws} is not between 10 and 1000")
 
+    @classmethod
+    def parse(cls, betas: str, lengths: str, channels: str, draws: int) -> Question:
+        """From the flags' words, numbers between commas. Raises UserError."""
+        return cls(
+            tuple(_numbers("--beta", betas, float)),
+            tuple(sorted(_numbers("--train-lengths", lengths, int))),
+            tuple(sorted(_numbers("--channels", channels, int))),
+            draws,
+        )
+
     @property
     def drawn_channels(self) -> tuple[int, ...]:
         """Those that random spectra are fitted with."""
@@ -108,6 +121,32 @@ class Errors:
     weight: Float64
     certainty: Float64
 
+    def draws(self, norm: str, beta: int) -> Float64:
+        """The error over draws: geometric mean, 10th and 90th percentile, [3, lengths, channels]."""
+        found = self.by_norm[norm][beta]
+        low, high = np.quantile(found, [0.1, 0.9], axis=2)
+        return np.stack([np.exp(np.log(found).mean(2)), low, high])
+
+    def plain(self, lengths: tuple[int, ...], betas: tuple[float, ...]) -> dict[str, Any]:
+        """JSON-able: of drawn spectra the mean and the range of most draws."""
+        rows = []
+        for b, beta in enumerate(betas):
+            shown = {norm: self.draws(norm, b) for norm in NORMS}
+            for (place, length), (size, count) in product(enumerate(lengths), enumerate(self.channels)):
+                errors = {norm: [float(x) for x in found[:, place, size]] for norm, found in shown.items()}
+                if self.weight.shape[3] == 1:
+                    row: dict[str, Any] = {norm: values[0] for norm, values in errors.items()}
+                else:
+                    row = {norm: {"geometric_mean": m, "p10": a, "p90": z} for norm, (m, a, z) in errors.items()}
+                    row |= {f"{norm}_mean": float(self.by_norm[norm][b, place, size].mean()) for norm in NORMS}
+                own = (b, place, size)
+                extra = {
+                    "largest_weight": float(np.median(self.weight[own])),
+                    "minimax_bound": float(self.certainty[own].min()),
+                }
+                rows.append({"beta": beta, "length": length, "channels": count, **row, **extra})
+        return {"draws": self.weight.shape[3], "errors": rows}
+
 
 @dataclass(frozen=True)
 class Gaps:
@@ -117,12 +156,21 @@ class Gaps:
     gaps: Float64
     expected: Float64
 
+    def plain(self) -> list[dict[str, Any]]:
+        """JSON-able: means over draws with their standard errors."""
+        errors = self.gaps.std(1, ddof=1) / sqrt(self.gaps.shape[1])
+        rows = zip(self.channels, self.gaps.mean(1), errors, self.expected, strict=True)
+        return [
+            {"channels": count, "mean": float(mean), "standard_error": float(error), "exact_mean": float(exact)}
+            for count, mean, error, exact in rows
+        ]
+
 
 @dataclass(frozen=True)
 class AtPositions:
     """Errors of fits on [1, t], N channels, T = length. errors, float32: spectrum -> [betas, positions], as Fit's
-    least_squares and float32; useful: spectrum -> channels with a timescale within [1, t]; equivalent: spectrum -> of how many channels over
-    [1, t] the error is, [betas, positions], NaN beyond 2N.
+    least_squares and float32; useful: spectrum -> channels with a timescale within [1, t]; equivalent: spectrum -> of
+    how many channels over [1, t] the error is, [betas, positions], 2 to 2N.
     """
 
     length: int
@@ -132,6 +180,24 @@ class AtPositions:
     float32: dict[str, Float64]
     useful: dict[str, Float64]
     equivalent: dict[str, Float64]
+
+    def plain(self, betas: tuple[float, ...]) -> dict[str, Any]:
+        """JSON-able."""
+        found: dict[str, Any] = {"length": self.length, "channels": self.channels, "positions": list(self.positions)}
+        found["channels_within_1_to_t"] = {name: [float(x) for x in row] for name, row in self.useful.items()}
+        for what, tables in (
+            ("least_squares", self.errors),
+            ("float32", self.float32),
+            ("equivalent_channels", self.equivalent),
+        ):
+            found[what] = {
+                name: [
+                    {"beta": beta, "by_position": [float(x) for x in row]}
+                    for beta, row in zip(betas, rows, strict=True)
+                ]
+                for name, rows in tables.items()
+            }
+        return found
 
 
 @dataclass(frozen=True)
@@ -152,7 +218,24 @@ class Findings:
     errors: dict[str, Errors]
     gaps: dict[str, Gaps]
     at: AtPositions
-    coherence: tuple[Coherence, ...] = field(default=())
+    coherence: tuple[Coherence, ...]
+
+    def plain(self) -> dict[str, Any]:
+        """JSON-able."""
+        question = self.question
+        lengths, betas = question.lengths, question.betas
+        return {
+            "question": {
+                "betas": list(betas),
+                "lengths": list(lengths),
+                "channels": list(question.channels),
+                "draws": question.draws,
+            },
+            "spectra": {name: found.plain(lengths, betas) for name, found in self.errors.items()},
+            "smallest_gaps": {name: found.plain() for name, found in self.gaps.items()},
+            "positions": self.at.plain(betas),
+            "coherence": [asdict(found) for found in self.coherence],
+        }
 
 
 def compute(question: Question, progress: Progress | None = None) -> Findings:
@@ -193,7 +276,7 @@ def geometric(channels: int, fastest: float, slowest: float) -> Float64:
 
 
 def kept(rates: Float64, alpha: Float64, position: float, lags: Float64) -> Float64:
-    """What channels whose decay is scaled by s^-alpha at position s keep of a token `lags` ago at `position`, [lags, N].
+    """What channels with decays scaled by s^-alpha at position s keep of a token `lags` ago at `position`, [lags, N].
 
     The sum over positions s by its midpoint rule, which is why lags need not be whole.
     """
@@ -217,11 +300,22 @@ def coherences() -> tuple[Coherence, ...]:
     """Proposition 4.5 (global coherence) for (1, 2, 3), read as rates and read as log-rates."""
     found = []
     for reading, rates in (("rates", (1.0, 2.0, 3.0)), ("log-rates", tuple(float(np.exp(x)) for x in (1, 2, 3)))):
-        pairs = list(zip(rates, rates[1:], strict=False))
+        pairs = list(pairwise(rates))
         first, second = (coherence(p, q) for p, q in pairs)
         third, fourth = (_integrated_coherence(p, q) for p, q in pairs)
         found.append(Coherence(reading, rates, (first, second), (third, fourth)))
     return tuple(found)
+
+
+def _numbers(flag: str, words: str, kind: type[Numeral]) -> list[Numeral]:
+    found = []
+    for word in words.split(","):
+        try:
+            found.append(kind(word))
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise UserError(f"{flag} {words}: {word.strip()!r} is not {what}") from None
+    return found
 
 
 def _integrated_coherence(p: float, q: float) -> float:
@@ -229,10 +323,10 @@ def _integrated_coherence(p: float, q: float) -> float:
     s, step = np.linspace(-45, 8, 2121, retstep=True)
     t = np.exp(s)
 
-    def product(a: float, b: float) -> float:
+    def inner(a: float, b: float) -> float:
         return float((np.exp(-(a + b) * t) * t).sum() * step)
 
-    return product(p, q) / float(np.sqrt(product(p, p) * product(q, q)))
+    return inner(p, q) / sqrt(inner(p, p) * inner(q, q))
 
 
 def _errors(question: Question, name: str, step: Callable[[], None]) -> Errors:
@@ -262,7 +356,7 @@ def _errors(question: Question, name: str, step: Callable[[], None]) -> Errors:
 
 
 def _gaps(length: int) -> dict[str, Gaps]:
-    """Exact means: L/(N^2 - 1) of N uniform on [0, L]; 2/(N(N-1)) of -log U, whose gaps are exponential, rates 1..N-1."""
+    """Exact means: L/(N^2 - 1) of N uniform on [0, L]; 2/(N(N-1)) of -log U, whose gaps are exponential of 1..N-1."""
     sizes = np.array(_GAP_CHANNELS, dtype=np.float64)
     exact = {LOG_UNIFORM: log(length) / (sizes**2 - 1), UNIFORM: 2 / (sizes * (sizes - 1))}
     found = {}
@@ -306,10 +400,9 @@ def _at_positions(question: Question) -> AtPositions:
 
 
 def _equivalent(errors: Float64, ladder: Float64) -> Float64:
-    """How many channels over [1, t] have these errors: between whole numbers by the logarithm; 2 where fewer."""
-    found: Any = np.full(errors.shape, np.nan)
+    """How many channels over [1, t] have these errors: between whole numbers by the logarithm; 2 to 2N."""
+    found = np.empty(errors.shape)
     for place in np.ndindex(errors.shape):
-        steps = np.log(np.minimum.accumulate(ladder[place]))
-        if np.log(errors[place]) >= steps[-1]:
-            found[place] = np.interp(-np.log(errors[place]), -steps, np.arange(2, 2 + len(steps)))
-    return np.asarray(found, dtype=np.float64)
+        steps = -np.log(np.minimum.accumulate(ladder[place]))
+        found[place] = np.interp(-np.log(errors[place]), steps, np.arange(2, 2 + len(steps)))
+    return found

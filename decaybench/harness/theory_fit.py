@@ -4,10 +4,10 @@
 
 Least squares takes min sqrt(mean e^2), minimax min max |e|. The matrix exp(-p_k t_i) is so ill-conditioned (1e25 for 32
 rates) that float64 stops far above the optimum. So its columns, and t^-beta, are made orthogonal by modified
-Gram-Schmidt in integers that count 2^-bits, as many bits as the matrix' condition takes and 60 more. What comes out is an
-orthonormal basis of exactly their span, and the least-squares residual, both with the relative precision of float64:
-there is no floor. Minimax then is Remez's exchange on the grid, which ends with its own proof: no weights have an error
-below `bound` (de la Vallee Poussin, 1910). What arithmetic allows is `float32`: least squares of the unit columns
+Gram-Schmidt in integers that count 2^-bits, as many bits as the matrix' condition takes and 60 more. What comes out is
+an orthonormal basis of exactly their span, and the residual of least squares, both with the relative precision of
+float64: there is no floor. Minimax then is Remez's exchange on the grid, which ends with its own proof: no weights have
+an error below `bound` (de la Vallee Poussin, 1910). What float32 can tell of it is least squares of the unit columns
 without the singular values below 2^-23 of the largest.
 """
 
@@ -27,7 +27,7 @@ Whole = NDArray[Any]  # Python's integers of any size
 
 FLOAT32 = 2.0**-23  # the relative size of a singular value that float32 can't tell from 0
 
-_POINTS = 160
+_POINTS = 96
 _POINTS_A_RATE = 5
 _BITS = 192  # at first; 6 a rate where that is more
 _BITS_A_RATE = 6
@@ -60,7 +60,7 @@ def fit_exponentials(rates: Float64, length: float, betas: tuple[float, ...]) ->
         if found is not None:
             t = log_grid(length, points)
             columns = np.exp(-np.outer(t - 1, rates))  # exp(p) is a weight's
-            return [_complete(fit, columns, t**-beta) for fit, beta in zip(found, betas, strict=True)]
+            return _complete(found, columns, np.stack([t**-beta for beta in betas], axis=1))
         bits += _BITS
 
 
@@ -70,7 +70,7 @@ def fit_functions(columns: Float64, targets: Float64) -> list[Fit]:
     while True:
         found = _solve(_whole(columns, bits), _whole(targets, bits), bits)
         if found is not None:
-            return [_complete(fit, columns, target) for fit, target in zip(found, targets.T, strict=True)]
+            return _complete(found, columns, targets)
         bits += _BITS
 
 
@@ -118,12 +118,15 @@ class _Solved:
     weight: float
 
 
-def _complete(fit: _Solved, columns: Float64, target: Float64) -> Fit:
+def _complete(found: list[_Solved], columns: Float64, targets: Float64) -> list[Fit]:
+    """With what float32 reaches of it."""
     left, sizes, _ = np.linalg.svd(columns / np.linalg.norm(columns, axis=0), full_matrices=False)
     kept = left[:, sizes > FLOAT32 * sizes[0]]
-    residual = target - kept @ (kept.T @ target)
-    reached = float(np.sqrt((residual**2).mean()))
-    return Fit(fit.least_squares, fit.minimax, fit.bound, max(reached, fit.least_squares), fit.weight)
+    reached = np.sqrt(((targets - kept @ (kept.T @ targets)) ** 2).mean(0))
+    return [
+        Fit(fit.least_squares, fit.minimax, fit.bound, max(float(error), fit.least_squares), fit.weight)
+        for fit, error in zip(found, reached, strict=True)
+    ]
 
 
 def _solve(columns: Whole, targets: Whole, bits: int) -> list[_Solved] | None:
