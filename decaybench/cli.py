@@ -562,7 +562,9 @@ def compare(
 
 @app.command()
 def sweep(
-    file: Annotated[Path, typer.Argument(help="What to run: docs/sweep.md.", metavar="SWEEP.YAML")],
+    file: Annotated[
+        Path, typer.Argument(help="Task, settings, grids and seeds: see docs/sweep.md.", metavar="SWEEP.YAML")
+    ],
     engine: Annotated[
         str, typer.Option(help="local: processes of this machine; ray: a Ray cluster (extra cluster).")
     ] = "local",
@@ -585,7 +587,7 @@ def sweep(
     json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
-    """Many runs from one file: grids and lists of settings, in parallel; the same command goes on and tries again."""
+    """Many runs from one file, several at a time; the same command goes on, and starts again what failed."""
     from decaybench.core.files import readable_json
     from decaybench.harness.progress import Progress
     from decaybench.harness.sweep.drive import Wish, look

@@ -155,7 +155,7 @@ def _on_this_machine() -> str | None:
 
     Ray itself waits ten minutes for one that was killed.
     """
-    note = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"  # noqa: S108 Ray's own
+    note = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
     try:
         address = note.read_text(encoding="utf-8").strip()
         _check_answers(address)
