@@ -677,7 +677,9 @@ def _check_made(addon: str | None, varied: Sequence[str], others: Mapping[str, A
 
 @app.command()
 def sweep(
-    file: Annotated[Path, typer.Argument(help="What to run: docs/sweep.md.", metavar="SWEEP.YAML")],
+    file: Annotated[
+        Path, typer.Argument(help="Task, settings, grids and seeds: see docs/sweep.md.", metavar="SWEEP.YAML")
+    ],
     engine: Annotated[
         str, typer.Option(help="local: processes of this machine; ray: a Ray cluster (extra cluster).")
     ] = "local",
@@ -700,7 +702,7 @@ def sweep(
     json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
-    """Many runs from one file: grids and lists of settings, in parallel; the same command goes on and tries again."""
+    """Many runs from one file, several at a time; the same command goes on, and starts again what failed."""
     from decaybench.core.files import readable_json
     from decaybench.harness.progress import Progress
     from decaybench.harness.sweep.drive import Wish, look

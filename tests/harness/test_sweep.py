@@ -145,7 +145,7 @@ def test_runs_that_share_a_folder_wait_for_one_another(tmp_path):
     assert [line["samples"] for line in rows(tmp_path / "s")] == ["4"] * 4 + ["8"] * 4
 
 
-LONG = {"training.steps": 600, "checkpoint_seconds": 0.1}
+LONG = {"training.steps": 300, "checkpoint_seconds": 0.1}
 
 
 def begin(tmp_path, name, workers=2):
@@ -167,6 +167,7 @@ def free(run):
     return True
 
 
+@pytest.mark.timeout(600)
 def test_killed_or_stopped_it_goes_on_and_nothing_is_left_at_work(tmp_path, monkeypatch):
     words, begun, runs = begin(tmp_path, "killed")
     begun.send(signal.SIGKILL)

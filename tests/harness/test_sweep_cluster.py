@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 import threading
 import time
 
 import pytest
 
-from decaybench.core.errors import UserError
+from decaybench.core.errors import RunError, UserError
 from decaybench.harness.progress import Progress
 from decaybench.harness.sweep import cluster as cluster_engine
 from decaybench.harness.sweep.cluster import RayEngine
@@ -88,7 +90,7 @@ def test_without_a_cluster_one_is_started_and_stdout_is_the_commands_own(tmp_pat
 
 
 def test_without_ray_one_line_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    monkeypatch.setitem(sys.modules, "ray", None)
     path = write_sweep(tmp_path / "s.yaml")
     done = bench("sweep", str(path), "--engine", "ray", "--out", str(tmp_path / "runs"))
     assert (done.code, done.out) == (2, "")
@@ -140,3 +142,32 @@ def test_what_no_node_can_take_is_refused(monkeypatch, tmp_path, threads, gpus, 
     monkeypatch.setattr(cluster_engine, "_ray", lambda: FakeRay({"CPU": 4}, {"CPU": 3}))
     with pytest.raises(UserError, match=said), RayEngine(None, None, threads, gpus, tmp_path):
         pass
+
+
+def test_a_cluster_that_doesnt_answer_is_told_at_once(tmp_path, monkeypatch):
+    """Ray would try for ten minutes."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        began = time.monotonic()
+        monkeypatch.setattr(cluster_engine, "_ray", lambda: Silent())
+        with pytest.raises(RunError, match=f"the Ray cluster at {address} can't be reached: .*refused"):
+            RayEngine(address, None, 1, None, tmp_path).__enter__()
+        with pytest.raises(RunError, match="at here can't be reached: an address is host:port"):
+            RayEngine("here", None, 1, None, tmp_path).__enter__()
+        # What Ray notes of a cluster that was killed is no cluster.
+        monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+        (tmp_path / "ray").mkdir()
+        assert cluster_engine._on_this_machine() is None
+        (tmp_path / "ray/ray_current_cluster").write_text(address)
+        assert cluster_engine._on_this_machine() is None
+        nobody.listen()
+        assert cluster_engine._on_this_machine() == address
+        assert time.monotonic() - began < 10
+
+
+class Silent(FakeRay):
+    """None has been joined yet."""
+
+    def is_initialized(self):
+        return False

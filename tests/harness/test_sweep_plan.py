@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import yaml
 
 from decaybench.harness.presets import configure
-from decaybench.harness.sweep.plan import read_plan
+from decaybench.harness.sweep.plan import SweepFile, read_plan
 from tests.command import bench
 
 ROOT = Path(__file__).parents[2]
@@ -201,3 +202,20 @@ def test_a_plan_of_thousands_is_made_in_time(tmp_path):
     began = time.process_time()
     assert len(plan_of(tmp_path, f"task: mqar\nseeds: {list(range(1000))}\n").runs) == 1000
     assert time.process_time() - began < 60
+
+
+PAGE = (ROOT / "docs/sweep.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_pages_examples_are_sweeps(tmp_path, number):
+    text = re.findall(r"```yaml\n(.+?)```", PAGE, re.DOTALL)[number]
+    plan = plan_of(tmp_path, text)
+    assert len(plan.runs) == [12, 18 + 9 + 3][number]
+    if number:  # it shows every key that there is
+        assert yaml.safe_load(text).keys() == SweepFile.model_fields.keys()
+
+
+def test_the_page_counts_the_sweeps_that_are_here():
+    said = dict(re.findall(r"\]\(\.\./(sweeps/[\w-]+\.yaml)\) \|.+\| (\d+) \|", PAGE))
+    assert said == {str(path.relative_to(ROOT)): str(len(read_plan(path).runs)) for path in ROOT.glob("sweeps/*.yaml")}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from decaybench.core.files import writing
 from decaybench.harness.sweep.plan import Planned
 from decaybench.harness.sweep.worker import Ended, carry_out_here, into_file
 
+_ANSWER = 5.0  # seconds that a cluster has to answer a first call
 _OBJECTS = 10**8  # bytes of a new cluster's object store: nothing large goes through it
 
 
@@ -98,16 +100,15 @@ class RayEngine:
 
     def _join(self) -> None:
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-        named = self._address or os.environ.get("RAY_ADDRESS")
+        address = self._address or os.environ.get("RAY_ADDRESS") or _on_this_machine()
         try:
-            try:
-                self._ray.init(address=named or "auto", **quiet)
-            except ConnectionError:
-                if named:
-                    raise
+            if address is None:
                 self._ray.init(address="local", include_dashboard=False, object_store_memory=_OBJECTS, **quiet)
+            else:
+                _check_answers(address)
+                self._ray.init(address=address, **quiet)
         except Exception as error:  # noqa: BLE001 Ray raises what it likes
-            what = f"the Ray cluster at {named} can't be reached" if named else "Ray can't be started here"
+            what = f"the Ray cluster at {address} can't be reached" if address else "Ray can't be started here"
             raise RunError(f"{what}: {' '.join(str(error).split())}") from None
 
     def _settle(self) -> None:
@@ -147,6 +148,28 @@ def _work(config: dict[str, Any], threads: int, gpus: str | None, folder: Path, 
     except OSError as error:
         return Ended(error=f"{folder} must be the same folder on every node of the cluster: {error}")
     return carry_out_here(config, threads, gpus)
+
+
+def _on_this_machine() -> str | None:
+    """The cluster that this machine belongs to, as Ray notes it; None: there is none, or none that lives.
+
+    Ray itself waits ten minutes for one that was killed.
+    """
+    note = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+    try:
+        address = note.read_text(encoding="utf-8").strip()
+        _check_answers(address)
+    except (OSError, ValueError):
+        return None
+    return address
+
+
+def _check_answers(address: str) -> None:
+    """Raises OSError where nobody listens at host:port, ValueError where the address is none."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdecimal():
+        raise ValueError("an address is host:port, 10.0.0.1:6379 for example")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER).close()
 
 
 @contextmanager

@@ -66,7 +66,9 @@ def carry_out_here(config: Mapping[str, Any], threads: int, gpus: str | None) ->
         except InterruptedRunError:
             return Ended(stopped=True, notes=tuple(progress.notes))
         except (UserError, RunError) as error:
-            return Ended(error=" ".join(str(error).split()), notes=tuple(progress.notes))
+            # A sweep has no --force, and doesn't need one.
+            told = str(error).replace("--force starts", "deleting its folder starts")
+            return Ended(error=" ".join(told.split()), notes=tuple(progress.notes))
         return Ended(notes=tuple(progress.notes))
 
 
