@@ -172,6 +172,7 @@ TRAINING_KEYS = {
     "training.batch_tokens": 512,
     "training.batch_samples": 7,
     "training.label_noise": 0.25,
+    "training.state_passing": 0.25,
     "training.learning_rate": 1e-3,
     "training.schedule": "cosine",
     "training.warmup": 7,
@@ -225,7 +226,8 @@ def test_every_key_is_in_one_of_the_three_lists() -> None:
     }
     keys = {prefix + name for prefix, kind in parts.items() for name in kind.model_fields}
     listed = {*TRAINING_KEYS, *EVALUATION_KEYS, *OTHER_KEYS}
-    assert keys - listed == {"model", "task", "training", "evaluation", "checkpoint", "task.name"}
+    with_another = {"training.state_passing_after"}  # its own test is below
+    assert keys - listed == {"model", "task", "training", "evaluation", "checkpoint", "task.name"} | with_another
 
 
 @pytest.mark.parametrize("key", TRAINING_KEYS)
@@ -251,17 +253,24 @@ def test_the_evaluation_hash_stays_with(key: str) -> None:
     assert changed(key, value).evaluation_hash == changed("seed", 0).evaluation_hash
 
 
+def test_the_training_hash_changes_with_the_step_that_states_are_passed_after() -> None:
+    found = [config({"training": {"state_passing": 1, "state_passing_after": after}}) for after in (None, 1, 2)]
+    assert len({one.training_hash for one in found}) == 3
+
+
+@pytest.mark.parametrize("key", ["label_noise", "state_passing"])
 @pytest.mark.parametrize("share", [0, 0.0, None])
-def test_no_label_noise_is_the_run_without(share: float | None) -> None:
-    found = config({"training": {"label_noise": share}})
-    assert found == config() and found.training.label_noise is None
+def test_a_share_of_nothing_is_the_run_without(key: str, share: float | None) -> None:
+    found = config({"training": {key: share}})
+    assert found == config() and getattr(found.training, key) is None
     assert found.training_hash == config().training_hash
 
 
-def test_the_hash_of_a_training_is_what_it_was_before_there_was_label_noise() -> None:
-    """Its configuration without the key: the one that records of then hold."""
+@pytest.mark.parametrize("keys", [("label_noise",), ("state_passing", "state_passing_after")], ids=lambda keys: keys[0])
+def test_the_hash_of_a_training_is_what_it_was_before_there_was_this(keys: tuple[str, ...]) -> None:
+    """Its configuration without the keys: the one that records of then hold."""
     found = config()
-    before = {key: value for key, value in found.training.plain().items() if key != "label_noise"}
+    before = {key: value for key, value in found.training.plain().items() if key not in keys}
     assert training_hash(found.model.plain(), make_task(found.task), before, found.seed) == found.training_hash
 
 

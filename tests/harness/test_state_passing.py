@@ -25,6 +25,8 @@ from decaybench.harness.training import Objective, train
 from decaybench.models.checkpoints import checkpoints_in, read_checkpoint
 from decaybench.models.language_model import LanguageModel
 from decaybench.models.state import ModelState, tensors
+from decaybench.results.leaderboard import settings_of
+from decaybench.results.record import read_record
 from decaybench.results.run_folder import RunFolder
 from decaybench.tasks.base import IGNORED
 from tests.command import MQAR, bench, start
@@ -276,6 +278,23 @@ def test_kill_9_changes_nothing(tmp_path: Path, uninterrupted: dict[str, Any]) -
     assert done.code == 0 and numbers(the_run(tmp_path)) == uninterrupted
 
 
+def test_a_record_says_so_also_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its table's title and in what tells experiments apart."""
+    monkeypatch.chdir(tmp_path)
+    assert "trained with state passing 0.7" in bench(*PASSING).out
+    (folder,) = (tmp_path / "runs").iterdir()
+    asked = ("mqar", "--checkpoint", str(folder), "--eval-lengths", "1x", "--samples", "2", "--out", "second")
+    assert "trained with state passing 0.7" in bench(*asked).out
+    (path,) = tmp_path.glob("second/*/evaluations/*/record.json")
+    record = read_record(path)
+    assert record.checkpoint is not None and record.checkpoint.state_passing == 0.7
+    assert settings_of(record)["training.state_passing"] == 0.7
+    (facts,) = folder.glob("checkpoint/step-*/facts.json")
+    facts.write_text(facts.read_text().replace('"state_passing": 0.7', '"state_passing": 7'))
+    code, _, err = bench(*asked)
+    assert code == 2 and "state_passing=7, not a share" in err
+
+
 def test_states_that_dont_fit_are_told_in_one_line(tmp_path: Path) -> None:
     found = config()
     trained(found, tmp_path)
@@ -309,10 +328,3 @@ def test_attention_and_several_processes_are_refused_in_one_line(
 @contextmanager
 def _two(device: str) -> Iterator[World]:
     yield World(0, 2, device)
-
-
-def test_nothing_changes_where_none_is_passed() -> None:
-    """The hash of a training that says nothing of it, and of one that says none, is what it was."""
-    one, other = config(training={"state_passing": None}), config(training={"state_passing": 0})
-    assert one.training_hash == other.training_hash != config().training_hash
-    assert one.training.state_passing is None is other.training.state_passing
