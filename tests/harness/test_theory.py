@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from decimal import Context, Decimal, localcontext
 from functools import cache
 from itertools import pairwise
@@ -45,6 +46,7 @@ from tests.command import bench
 
 SMALL = Question((0.5, 1.0), (16, 64, 256), (2, 3, 4, 6), 10)
 WORDS = ("theory", "--beta", "0.5,1", "--train-lengths", "16,32,64", "--channels", "2,3,4", "--draws", "10", "--quiet")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "theory.md"
 FIGURES = ("channels", "collapse", "error", "gaps", "position")
 
 
@@ -314,6 +316,16 @@ def test_errors_that_are_not_as_claimed_are_not_held() -> None:
     assert verdicts["Proposition 4.5 for (1, 2, 3) as rates", "overlaps up to 0.9428"] == NOT_HELD
 
 
+def test_the_page_has_every_claim_and_its_verdicts() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \| ([^|]+) \|$", page, re.MULTILINE)[1:]
+    theory = judge(made_up({GEOMETRIC: even, FAST: even, LINEAR: root, LOG_UNIFORM: even, UNIFORM: even}))
+    names = [claim.what.partition(" (N =")[0] for claim in theory.claims if claim.beta in (None, 0.5)]
+    assert sorted(name for name, _ in rows) == sorted(names)
+    assert {verdict for _, verdict in rows} <= {HELD, IN_PART, NOT_HELD, CONTROL}
+    assert all((PAGE.parent / name).is_file() for name in re.findall(r"\((figures/[^)]+)\)", page))
+
+
 def test_a_scaling_that_fits_best_with_another_power_is_held_in_part() -> None:
     near = lambda N, T: np.exp(-3 * N / T**0.4)  # noqa: E731
     theory = judge(made_up({GEOMETRIC: even, FAST: even, LINEAR: near, LOG_UNIFORM: even, UNIFORM: even}))
@@ -345,7 +357,7 @@ def test_the_command_is_deterministic_and_keeps_every_number(tmp_path: Path) -> 
     first, second = tmp_path / "a", tmp_path / "b"
     code, out, err = bench(*WORDS, "--out", str(first))
     assert (code, err) == (0, "")
-    assert "exp(-c N/log T)" in out and f"figures and numbers in {first}" in out
+    assert "Proposition 4.5" in out and f"figures and numbers in {first}" in out
     code, printed, err = bench(*WORDS, "--out", str(second), "--json")
     assert (code, err) == (0, "")
     names = sorted(path.name for path in first.iterdir())
