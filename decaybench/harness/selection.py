@@ -58,9 +58,7 @@ def learning_rate_grid(config: RunConfig, learning_rates: Sequence[float]) -> li
     """The run of each learning rate, smallest first. Raises UserError on a rate that is twice there or impossible."""
     if len(set(learning_rates)) < len(learning_rates):
         raise UserError("--learning-rates: a rate stands there twice")
-    every = config.keep or default_every(config)
-    own = {"keep": every}
-    data = config.plain() | own
+    data = config.plain() | {"keep": config.keep or default_every(config)}
     return [make_config(data, {"training": {"learning_rate": rate}}) for rate in sorted(learning_rates)]
 
 
