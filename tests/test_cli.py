@@ -28,7 +28,7 @@ from tests.command import MQAR, NIAH, NOISY, bench
 from tests.results.board import measured, seeds
 
 BENCH = Path(sys.executable).with_name("bench")
-COMMANDS = ("niah", "mqar", "spectrum", "precision", "selftest", "speed", "leaderboard", "eval", "list")
+COMMANDS = ("niah", "mqar", "spectrum", "precision", "selftest", "speed", "sweep", "leaderboard", "eval", "list")
 
 
 def call(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
