@@ -13,10 +13,11 @@ import torch
 from filelock import FileLock, Timeout
 
 from decaybench.core.errors import UserError
-from decaybench.harness.sweep import local
+from decaybench.harness.sweep import drive, local
 from decaybench.harness.sweep.board import headline, last_event
 from decaybench.harness.sweep.local import LocalEngine
 from decaybench.harness.sweep.plan import read_plan
+from decaybench.harness.sweep.worker import Ended
 from decaybench.models.checkpoints import checkpoints_in
 from decaybench.results.record import read_record
 from tests.command import MQAR, PRELOADED, bench, start
@@ -203,6 +204,45 @@ def test_a_second_sweep_of_the_same_file_stops(tmp_path):
         done = bench("sweep", str(path), "--out", str(tmp_path / "runs"))
     assert done.code == 1 and "another process is working on the sweep" in done.err
     assert not (tmp_path / "runs").exists()
+
+
+class Losing:
+    """An engine whose workers are lost so many times before a run of theirs succeeds."""
+
+    name = "losing"
+
+    def __init__(self, times):
+        self.times, self.at_work, self.started = times, [], 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def room(self):
+        return 1 - len(self.at_work)
+
+    def start(self, run):
+        self.at_work.append(run)
+        self.started += 1
+
+    def wait(self, seconds):
+        [run], self.at_work = self.at_work, []
+        if self.started <= self.times:
+            return [(run, Ended(error="its worker was lost (a node died)", lost=True, again=True))]
+        return [(run, Ended(error="and then it diverged"))]
+
+
+@pytest.mark.parametrize(("times", "started", "error"), [(3, 4, "and then it diverged"), (9, 4, "its worker was lost")])
+def test_a_run_whose_worker_is_lost_is_tried_again_but_not_for_ever(tmp_path, monkeypatch, times, started, error):
+    engine = Losing(times)
+    monkeypatch.setattr(drive, "_engine", lambda *_: engine)
+    path = write_sweep(tmp_path / "s.yaml")
+    done = bench("sweep", str(path), "--out", str(tmp_path / "runs"))
+    assert done.code == 1 and engine.started == started
+    assert done.err.count("note: mamba2 seed 0: its worker was lost") == 3
+    assert error in rows(tmp_path / "s")[0]["error"]
 
 
 def test_a_process_that_dies_is_a_run_that_failed(tmp_path):
