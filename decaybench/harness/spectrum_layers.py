@@ -176,7 +176,8 @@ def _timescale_legend(panels: Sequence[Axes], spectra: Sequence[Spectrum]) -> It
     """Shades for positions where timescales depend on them, how start and trained look, and what the dots are."""
     from matplotlib.lines import Line2D
 
-    marker = "o" if any(line.get_marker() == "o" for panel in panels for line in panel.lines) else "none"
+    trained = [line for panel in panels for line in panel.lines if str(line.get_label()).endswith("trained")]
+    marker = "o" if any(line.get_marker() == "o" for line in trained) else "none"
     scaling = [spectrum for spectrum in spectra if spectrum.scales]
     ink: Any = MUTED if scaling else INKS[0]
     yield Line2D([], [], color=ink, label="start", **{"marker": marker, "markersize": 4, **START_LOOK})

@@ -182,7 +182,7 @@ def test_the_ordered_parameter_stands_beside_timescales_that_have_another_order(
     speeds = F.logsigmoid(P - alpha * math.log(T))
     assert first.rest.order_after[T] == pytest.approx(speeds.tolist(), rel=1e-5)
     gaps = first.order_gaps[TRAINED][T]
-    assert gaps.smallest == pytest.approx(float(speeds.sort().values.diff().min()), rel=1e-3)
+    assert gaps.smallest == pytest.approx(speeds.sort().values.diff().min().item(), rel=1e-3)
     plain = decaybench.spectrum(saved(tmp_path / "d", made("rwkv7")), tokens=0).layers[0]
     assert plain.order_gaps == {} and not plain.shows_order
 
@@ -315,7 +315,7 @@ def test_variant_and_length_are_the_callers_to_say(undrawn: None, finished: Call
         (("--tokens", "-1"), "--tokens -1"),
         (("--data", "nowhere"), "nowhere"),
         ((str(run),), "given twice"),
-        (("nul\0",), "no checkpoint at"),
+        (("x" * 300,), "no checkpoint at"),
     ):
         refused = bench("spectrum", str(run), *words)
         assert refused.code == 2 and said in refused.err and refused.err.count("\n") == 1, refused.err
