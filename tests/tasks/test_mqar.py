@@ -278,10 +278,10 @@ def test_registry_makes_each_task_and_hints_at_names():
 
 
 def test_a_hundred_thousand_samples_take_seconds_not_minutes():
-    start = time.perf_counter()
+    start = time.process_time()
     sample(MqarShape(length=64, kv=4), n=100_000, vocab_size=8192)
-    # Measured 0.4 s on two cores; the bound is for a busy machine, and still fails a loop over samples.
-    assert time.perf_counter() - start < 5
+    # Measured 0.75 s of CPU time beside other programs; a loop over samples takes more than 6.
+    assert time.process_time() - start < 3
 
 
 def test_a_random_fill_is_remarked_upon():
