@@ -115,23 +115,10 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        positions: Tensor | None,
-        state: ModelState | None = None,
-        *,
-        output_state: bool = False,
-    ) -> tuple[Tensor, Tensor, ModelState | None]:
-        """The sum of the labels' cross-entropies (nats), how many were the first choice, and the state at the end.
-
-        tokens, labels, positions: int64 [B, T], the positions as if there was no state. state: what rows start from.
-        """
-        if state is not None and positions is not None:
-            positions = going_on(positions, state.seen)
-        scores = self.model.score(tokens, labels, positions, state, output_state=output_state)
-        return scores.nats.sum(), (scores.first == labels[labels != IGNORED]).sum(), scores.state
+    def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The sum of the labels' cross-entropies (nats), and how many were the first choice. All int64 [B, T]."""
+        nats, right, _ = from_state(self.model, tokens, labels, positions)
+        return nats, right
 
 
 def train(
@@ -213,6 +200,25 @@ def loss_and_hits(
     logits = model(tokens, logits_at=asked, **where).logits.float()
     wanted = labels[asked]
     return F.cross_entropy(logits, wanted), logits.detach().argmax(-1) == wanted
+
+
+def from_state(
+    model: LanguageModel,
+    tokens: Tensor,
+    labels: Tensor,
+    positions: Tensor | None,
+    state: ModelState | None = None,
+    *,
+    output_state: bool = False,
+) -> tuple[Tensor, Tensor, ModelState | None]:
+    """What `Objective` says of rows that start from a state, None: empty, and the state at their end if asked for.
+
+    tokens, labels, positions: int64 [B, T], the positions as if there was no state.
+    """
+    if state is not None and positions is not None:
+        positions = going_on(positions, state.seen)
+    scores = model.score(tokens, labels, positions, state, output_state=output_state)
+    return scores.nats.sum(), (scores.first == labels[labels != IGNORED]).sum(), scores.state
 
 
 def to_tensors(batch: Batch, device: str) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -363,13 +369,18 @@ def _one_step(work: _Work, config: RunConfig, parts: Sequence[Batch], device: st
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     passing = work.passing
     starts = passing.starts(work.step, [len(part.tokens) for part in parts]) if passing else [None] * len(parts)
-    keep, ends = passing is not None and passing.wants(work.step), []
+    keep = passing is not None and passing.wants(work.step)
+    ends: list[ModelState] = []
     with _dropout_of_step(work, world):
         for number, (part, start) in enumerate(zip(parts, starts, strict=True), start=1):
             with part_of_step(work.objective, last=number == len(parts)):
                 with matmul_dtype(training.dtype, device):
-                    nats, right, end = work.objective(*to_tensors(part, device), start, output_state=keep)
-                ends.append(end)
+                    batch = to_tensors(part, device)
+                    if passing is None:
+                        nats, right = work.objective(*batch)
+                    else:  # there is one process
+                        nats, right, end = from_state(work.model, *batch, start, output_state=keep)
+                        ends += [] if end is None else [end]
                 # Shared gradients are the mean over processes, and the loss is the sum over them.
                 (nats / (all_labels / world.size)).backward()
             sums += torch.stack([nats.detach(), right])

@@ -21,7 +21,7 @@ from decaybench.harness.distributed import World
 from decaybench.harness.progress import Progress
 from decaybench.harness.run import carry_out
 from decaybench.harness.state_passing import StatePassing
-from decaybench.harness.training import Objective, train
+from decaybench.harness.training import from_state, train
 from decaybench.models.checkpoints import checkpoints_in, read_checkpoint
 from decaybench.models.language_model import LanguageModel
 from decaybench.models.state import ModelState, tensors
@@ -72,13 +72,13 @@ def test_loss_and_gradients_are_those_of_a_loop_that_stops_them_at_the_boundary(
     found = model(name, **addons)
     first, second = tokens(3, 11, seed=1), tokens(3, 9, seed=2)
     passing = StatePassing(1.0, 0)
-    passing.keep([Objective(found)(first, labels_of(first), None, output_state=True)[2]])
+    passing.keep([from_state(found, first, labels_of(first), None, output_state=True)[2]])
     (start,) = passing.starts(1, [3])
     assert start is not None and start.seen.tolist() == [11, 11, 11]
     assert not any(tensor.requires_grad for tensor in tensors(start))
     order = [match(start, found, first, row) for row in range(3)]
     assert sorted(order) == [0, 1, 2], "each state is passed once"
-    nats, right, end = Objective(found)(second, labels_of(second), None, start, output_state=True)
+    nats, right, end = from_state(found, second, labels_of(second), None, start, output_state=True)
 
     _, boundary = stepped(found, first[order], None)
     logits, last = stepped(found, second, boundary.detach())
@@ -90,7 +90,7 @@ def test_loss_and_gradients_are_those_of_a_loop_that_stops_them_at_the_boundary(
     assert end is not None and all(largest(*pair) < 1e-9 for pair in zip(tensors(end), tensors(last), strict=True))
     for one, other in zip(gradients(found, nats), gradients(found, loss), strict=True):
         assert largest(one, other) < 1e-8 * max(1.0, float(other.abs().max()))
-    without, _, _ = Objective(found)(second, labels_of(second), None)
+    without, _, _ = from_state(found, second, labels_of(second), None)
     assert float((without - nats).abs().detach()) > 1e-3, "what came before is seen"
 
 
@@ -139,7 +139,7 @@ def test_padded_rows_and_documents_are_passed_as_they_are_read() -> None:
     positions = torch.tensor([[0, 0, 1, 2, 3, 4], [1, 2, 3, 1, 2, 3]])
     state = found.prefill(tokens(2, 5, seed=9)).state
     assert state is not None
-    nats, _, end = Objective(found)(read, labels, positions, state, output_state=True)
+    nats, _, end = from_state(found, read, labels, positions, state, output_state=True)
     assert end is not None and end.seen.tolist() == [9, 3]
     shifted = torch.tensor([[0, 0, 6, 7, 8, 9], [6, 7, 8, 1, 2, 3]])
     assert torch.equal(nats, found.score(read, labels, shifted, state).nats.sum())
@@ -281,10 +281,10 @@ def test_kill_9_changes_nothing(tmp_path: Path, uninterrupted: dict[str, Any]) -
 def test_a_record_says_so_also_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its table's title and in what tells experiments apart."""
     monkeypatch.chdir(tmp_path)
-    assert "trained with state passing 0.7" in bench(*PASSING).out
+    assert "trained with state passing 0.7" in " ".join(bench(*PASSING).out.split())
     (folder,) = (tmp_path / "runs").iterdir()
     asked = ("mqar", "--checkpoint", str(folder), "--eval-lengths", "1x", "--samples", "2", "--out", "second")
-    assert "trained with state passing 0.7" in bench(*asked).out
+    assert "trained with state passing 0.7" in " ".join(bench(*asked).out.split())
     (path,) = tmp_path.glob("second/*/evaluations/*/record.json")
     record = read_record(path)
     assert record.checkpoint is not None and record.checkpoint.state_passing == 0.7

@@ -61,7 +61,7 @@ def test_the_loss_is_the_cross_entropy_at_the_labels(task: str) -> None:
     logits = model(tokens).logits
     expected = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED)
     assert torch.allclose(loss, expected, rtol=1e-6)
-    nats, right, _ = Objective(model)(tokens, labels, None)
+    nats, right = Objective(model)(tokens, labels, None)
     assert torch.allclose(nats / len(hits), expected, rtol=1e-6) and int(right) == int(hits.sum())
     assert loss.requires_grad and not hits.requires_grad
     asked = labels != IGNORED
