@@ -654,7 +654,7 @@ def compare(
         if markdown:
             _write(grid.markdown() + "\n")
         else:
-            _print(grid.table())
+            _print(grid)
     for remark in found.remarks(summary=summary):
         if markdown:
             _write(remark + "\n")
@@ -1058,14 +1058,17 @@ def _run_task(task: str, given: dict[str, Any]) -> None:
         seeds=None if seeds is None else [_integer("--seeds", part) for part in seeds.split(",")],
         without_data=given["dry_run"],
     )
+    if given.get("learning_rates") is not None and not given.get("select"):
+        raise UserError("--learning-rates is for --select; one rate is --set training.learning_rate=1e-3")
     if given["dry_run"]:
+        rates = _rates(task, configs, given) if given.get("select") else ()
         _estimate(configs[0], given["json"])
+        if len(rates) > 1 and not given["json"]:
+            _print(f"of one learning rate; --select trains {len(rates)} for each seed")
         return
     progress = Progress(quiet=given["quiet"])
     if given.get("select"):
         outcomes = _select(task, configs, given, progress)
-    elif given.get("learning_rates") is not None:
-        raise UserError("--learning-rates is for --select; one rate is --set training.learning_rate=1e-3")
     else:
         outcomes = carry_out_all(configs, force=given["force"], progress=progress)
     if not outcomes:  # another of the processes that share the run says it
@@ -1078,8 +1081,16 @@ def _run_task(task: str, given: dict[str, Any]) -> None:
 
 
 def _select(task: str, configs: Sequence[RunConfig], given: dict[str, Any], progress: Progress) -> list[Outcome]:
-    from decaybench.harness.presets import learning_rates
     from decaybench.harness.selection import select
+
+    rates = _rates(task, configs, given)
+    return [select(config, rates, force=given["force"], progress=progress) for config in configs]
+
+
+def _rates(task: str, configs: Sequence[RunConfig], given: dict[str, Any]) -> tuple[float, ...]:
+    """The grid of --select, checked."""
+    from decaybench.harness.presets import learning_rates
+    from decaybench.harness.selection import learning_rate_grid
 
     said = given["learning_rates"]
     rates = learning_rates(
@@ -1090,7 +1101,8 @@ def _select(task: str, configs: Sequence[RunConfig], given: dict[str, Any], prog
         settings=given["settings"] or (),
         named=None if said is None else [_decimal("--learning-rates", part) for part in said.split(",")],
     )
-    return [select(config, rates, force=given["force"], progress=progress) for config in configs]
+    learning_rate_grid(configs[0], rates)
+    return rates
 
 
 def _estimate(config: RunConfig, json: bool) -> None:

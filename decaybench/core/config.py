@@ -16,6 +16,16 @@ from decaybench.core.errors import UserError
 from decaybench.core.hashing import without_absent
 from decaybench.core.names import nearest
 
+# Pydantic speaks of Python's types; what is wrong was written in YAML.
+_IN_YAML = {
+    "tuple_type": "a list belongs here, in [brackets]",
+    "list_type": "a list belongs here, in [brackets]",
+    "dict_type": "keys with values belong here, {key: value}",
+    "model_type": "keys with values belong here, {key: value}",
+    "model_attributes_type": "keys with values belong here, {key: value}",
+    "too_short": "a list of one at least belongs here",
+}
+
 
 class Config(BaseModel):
     """A frozen configuration object. Unknown keys are errors at every level, and numbers are finite."""
@@ -61,7 +71,7 @@ def explain(error: ValidationError, kind: type[BaseModel], where: str = "") -> s
     rest = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if first["type"] == "extra_forbidden":
         known = _known_keys(kind, path[:-1])
-        hint = nearest(path[-1], known) if path else None
+        hint = (_further_down(kind, path) or nearest(path[-1], known)) if path else None
         tail = f"did you mean {hint!r}?" if hint else f"known: {', '.join(sorted(known)) or 'none'}"
         return f"unknown key {key!r} (value {_short(first['input'])}); {tail}{rest}"
     if first["type"] == "missing":
@@ -69,7 +79,9 @@ def explain(error: ValidationError, kind: type[BaseModel], where: str = "") -> s
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error" and not path:
         return (f"{where}: " if where else "") + message + rest
-    message = message[:1].lower() + message[1:]
+    if first["type"] == "value_error" and message.startswith(f"{key}."):
+        return message + rest  # it names a key of this one, whose whole content says less
+    message = _IN_YAML.get(first["type"], message[:1].lower() + message[1:])
     hint = ""
     if first["type"] == "literal_error":
         found = nearest(str(first["input"]), _expected(first.get("ctx", {}).get("expected", "")))
@@ -85,6 +97,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"can't read {path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not text, or a date like 2020-99-99
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        raise UserError(f"{path} is empty; it must hold keys and values")
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold a mapping of keys to values, not {type(content).__name__}")
     return content
@@ -176,6 +190,17 @@ def _known_keys(kind: type[BaseModel], path: list[str]) -> list[str]:
             return []
         kind = inner[0]
     return list(kind.model_fields)
+
+
+def _further_down(kind: type[BaseModel], path: list[str]) -> str | None:
+    """learning_rate at the top is training.learning_rate: the one place below where the very name is known."""
+    places = [
+        f"{part}.{path[0]}"
+        for part, field in kind.model_fields.items()
+        for inner in _models_in(field.annotation)
+        if path[0] in inner.model_fields
+    ]
+    return places[0] if len(path) == 1 and len(set(places)) == 1 else None
 
 
 def _plain_types(annotation: Any) -> set[Any]:

@@ -211,8 +211,9 @@ class Spectra:
         return {"runs": [run.plain() for run in self.runs]}
 
     def tables(self) -> Iterator[Table]:
-        """Timescales; then what they are good for."""
+        """Timescales; their gaps; then what they are good for."""
         yield timescale_table(self.runs)
+        yield gap_table(self.runs)
         yield channel_table(self.runs)
 
     def remarks(self) -> list[str]:
@@ -229,63 +230,87 @@ def titled(runs: Sequence[RunSpectrum], title: str) -> str:
 
 
 def timescale_table(runs: Sequence[RunSpectrum]) -> Table:
-    """A row a layer and position: slowest, median and fastest timescale, at the start, after training, and measured.
+    """Slowest, median and fastest timescale by layer and position: a row for the start, after training, and measured.
 
-    Of models with many layers 6, evenly chosen; one row where the position changes nothing, measured at t = T.
+    Of models with many layers 6, evenly chosen; one position where it changes nothing, measured at t = T.
     """
-    from rich.table import Table
-
     measured = any(run.read is not None for run in runs)
-    columns = ["start", "trained", *(["measured"] if measured else [])]
-    table = Table(title=titled(runs, f"timescales at rest{' and measured' if measured else ''}, tokens"))
-    if len(runs) > 1:
-        table.add_column("model", overflow="fold")
-    for title in ("layer", "position"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for title in (f"{when}\n{name}" for when in columns for name in ("slowest", "median", "fastest")):
-        table.add_column(title, justify="right")
+    title = f"timescales at rest{' and measured' if measured else ''}, tokens"
+    table = _layer_table(runs, title, ("position", ""), ("slowest", "median", "fastest"))
     for run in runs:
         for layer in evenly(run.layers, _MOST_LAYERS):
             rest, known = layer.rest, layer.measured.at if layer.measured else {}
             for position in run.rest.positions if run.rest.scales else [run.rest.length]:
-                sets: list[Sequence[float] | Float64] = [rest.at_start[position], rest.after[position]]
+                sets: dict[str, Sequence[float] | Float64] = {
+                    "start": rest.at_start[position],
+                    "trained": rest.after[position],
+                }
                 if position in known:
-                    sets.append(known[position].median)
-                numbers = [_tokens(float(of(taus))) for taus in sets for of in (np.max, np.median, np.min)]
-                label = f"t = {run.rest.position_name(position)}" if run.rest.scales else "every t"
-                named = [run.name] if len(runs) > 1 else []
-                table.add_row(*named, str(rest.layer), label, *numbers, *([""] * (3 * len(columns) - len(numbers))))
+                    sets["measured"] = known[position].median
+                at = f"t = {run.rest.position_name(position)}" if run.rest.scales else "every t"
+                for name, taus in sets.items():
+                    numbers = [_tokens(float(of(taus))) for of in (np.max, np.median, np.min)]
+                    _add_row(
+                        table, run if len(runs) > 1 else None, layer, at if name == "start" else "", name, *numbers
+                    )
+            table.add_section()
+    return table
+
+
+def gap_table(runs: Sequence[RunSpectrum]) -> Table:
+    """Of trained models at rest, by layer, at t = 1 and t = T: log gaps, beside those of random spectra."""
+    names = ("smallest", "random", "median")
+    table = _layer_table(runs, "gaps between neighbouring log timescales; trained, at rest", ("of", "position"), names)
+    table.caption = "nats; random: the smallest of as many at random in the same range, its mean"
+    for run in runs:
+        for layer in evenly(run.layers, _MOST_LAYERS):
+            first = f"{layer.rest.channels} {layer.rest.unit}s"
+            for t, gaps in layer.gaps[TRAINED].items():
+                if t in (1, run.rest.length):
+                    numbers = [f"{gap:.2g}" for gap in (gaps.smallest, gaps.random_smallest, gaps.median)]
+                    at = f"t = {run.rest.position_name(t)}"
+                    _add_row(table, run if len(runs) > 1 else None, layer, first, at, *numbers)
+                    first = ""
+            table.add_section()
     return table
 
 
 def channel_table(runs: Sequence[RunSpectrum]) -> Table:
-    """A row a run and layer, of trained models at rest: log-gaps beside those of random spectra, and shares at t."""
-    from rich.table import Table
-
-    table = Table(
-        title=titled(runs, "log gaps, and channels that are useful or graded; trained, at rest"),
-        caption="smallest, median: gap between neighbouring log timescales, nats; random: the smallest of as many at "
-        "random in the same range, its mean; useful: 1 <= tau <= t; graded: keep 5 to 95 % of token 1 at t",
-        caption_justify="left",
-    )
-    if len(runs) > 1:
-        table.add_column("model", overflow="fold")
-    names = [f"t = {runs[0].rest.position_name(t)}" for t in runs[0].rest.positions[1:]]
-    gaps_of = [f"{what}\n{name}" for name in ("t = 1", names[0]) for what in ("smallest", "random")]
-    counts_of = [f"{what}\n{name}" for what in ("useful", "graded") for name in names]
-    for title in ["layer", "of", *gaps_of, "median\nt = 1", *counts_of]:
-        table.add_column(title, justify="right", no_wrap=True)
+    """Of trained models at rest, by layer and position: how many channels are useful, and graded."""
+    names = ("useful", "graded")
+    table = _layer_table(runs, "useful and graded channels; trained, at rest", ("of", "position"), names)
+    table.caption = "useful: 1 <= tau <= t; graded: keep 5 to 95 % of token 1 at t"
     for run in runs:
         for layer in evenly(run.layers, _MOST_LAYERS):
-            at = layer.gaps[TRAINED]
-            gaps = [gap for t in (1, run.rest.length) if t in at for gap in (at[t].smallest, at[t].random_smallest)]
-            gaps += [at[1].median] if at else []
-            counts, shown = layer.counts[TRAINED], run.rest.positions[1:]
-            row = [str(layer.rest.layer), f"{layer.rest.channels} {layer.rest.unit}s"]
-            row += [f"{gap:.2g}" for gap in gaps] or [""] * 5
-            row += [str(counts.useful[t]) for t in shown] + [str(counts.graded[1][t]) for t in shown]
-            table.add_row(*([run.name] if len(runs) > 1 else []), *row)
+            first, counts = f"{layer.rest.channels} {layer.rest.unit}s", layer.counts[TRAINED]
+            for t in run.rest.positions[1:]:
+                numbers = [str(counts.useful[t]), str(counts.graded[1][t])]
+                at = f"t = {run.rest.position_name(t)}"
+                _add_row(table, run if len(runs) > 1 else None, layer, first, at, *numbers)
+                first = ""
+            table.add_section()
     return table
+
+
+def _layer_table(runs: Sequence[RunSpectrum], title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
+    """An empty table; of several runs with a column for their names. It fits 80 columns."""
+    from rich.table import Table
+
+    table = Table(title=titled(runs, title), caption_justify="left")
+    if len(runs) > 1:
+        table.add_column("model", overflow="fold", min_width=5)
+    table.add_column("layer", justify="right", no_wrap=True)
+    for name in names:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _add_row(table: Table, run: RunSpectrum | None, layer: LayerNumbers, first: str, *cells: str) -> None:
+    """A row whose model and layer are named where something new begins: where `first` isn't empty."""
+    named = [] if run is None else [run.name if first else ""]
+    table.add_row(*named, str(layer.rest.layer) if first else "", first, *cells)
 
 
 def _shares(counts: Sequence[tuple[LayerNumbers, Mapping[int, float]]]) -> dict[int, float]:

@@ -13,11 +13,13 @@ from decaybench.results.differences import Difference
 from decaybench.results.leaderboard import short
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
     from decaybench.results.pairs import Comparison
 
 _LEFT = frozenset({"variant", "shown", "model"})
+_NO_LIMIT = 10_000  # columns
 _BREAK = "\n"  # in a cell: a line of its own in a terminal, a space in Markdown
 
 
@@ -35,18 +37,29 @@ class Grid:
     left: tuple[bool, ...]
     sections: tuple[int, ...] = ()
 
-    def table(self) -> Table:
-        """For a terminal."""
+    def table(self, *, narrow: bool = False) -> Table:
+        """For a terminal. narrow: bounds of intervals below one another, and variants above their models."""
         from rich.table import Table
 
+        headings, left, rows = self.headings, self.left, self.rows
+        if narrow:
+            rows = tuple(tuple(_in_lines(cell) for cell in row) for row in rows)
+        if narrow and headings[:2] == ("variant", "model"):
+            headings, left = ("model", *headings[2:]), left[1:]
+            rows = tuple((_BREAK.join(filter(None, row[:2])), *row[2:]) for row in rows)
         table = Table(title=self.title, title_justify="left", caption=self.caption or None, caption_justify="left")
-        for heading, left in zip(self.headings, self.left, strict=True):
-            table.add_column(heading, justify="left" if left else "right")
-        for number, row in enumerate(self.rows):
+        for heading, is_left in zip(headings, left, strict=True):
+            table.add_column(heading, justify="left" if is_left else "right", overflow="fold")
+        for number, row in enumerate(rows):
             if number in self.sections:
                 table.add_section()
             table.add_row(*row)
         return table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = self.table()
+        fits = wide.__rich_measure__(console, options.update(width=_NO_LIMIT)).maximum <= options.max_width
+        yield wide if fits else self.table(narrow=True)
 
     def markdown(self) -> str:
         """The same in Markdown: the title, the table, the caption."""
@@ -100,6 +113,11 @@ def summary_grid(several: Sequence[Comparison]) -> Grid:
         tuple(name in _LEFT for name in headings),
         tuple(sections),
     )
+
+
+def _in_lines(cell: str) -> str:
+    """An interval's two bounds on a line each."""
+    return cell.replace(", ", "," + _BREAK) if "[" in cell else cell
 
 
 def _by_base(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from rich.console import Console
 from torch.nn import functional as F
 
 import decaybench
@@ -26,7 +28,7 @@ from decaybench.harness.drawing import save
 from decaybench.harness.spectra import Asked, look_at
 from decaybench.harness.spectrum_laws import cumulative_rates
 from decaybench.harness.spectrum_layers import timescale_figure
-from decaybench.harness.spectrum_report import START, TRAINED, RunSpectrum
+from decaybench.harness.spectrum_report import START, TRAINED, RunSpectrum, Spectra
 from decaybench.harness.spectrum_rest import CAP, Resting, model_spectrum
 from decaybench.harness.spectrum_tally import QUANTILES, Tally, measure
 from decaybench.models.branch import Context
@@ -376,6 +378,16 @@ def test_several_runs_stand_side_by_side(
     found = json.loads((here / "spectrum" / "spectrum.json").read_text())["runs"]
     assert [run["name"] for run in found] == ["mamba2", "rwkv7+post"]
     assert "mamba2: measured on" in done.out and "rwkv7+post: at rest alone" in done.out
+
+
+def test_tables_fit_80_columns(looked_at: list[RunSpectrum]) -> None:
+    for runs in (looked_at, looked_at[:1]):
+        for table in Spectra(Path("spectrum"), tuple(runs)).tables():
+            out = io.StringIO()
+            Console(file=out, width=80).print(table)
+            said = out.getvalue()
+            assert "…" not in said, said
+            assert all(run.name in said for run in runs), said
 
 
 def test_python_gives_the_same(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from decaybench.core.errors import UserError
 from decaybench.results.pairs import Comparison, compare
@@ -240,6 +242,18 @@ def test_settings_that_cant_vary_are_refused() -> None:
     )
     assert "--vary training: it is several settings, so say with --base" in refusal(records, vary=["training"])
     assert f"no two records differ in {PASSING} alone; here are mamba2" in refusal(passing(0.9), vary=[PASSING])
+
+
+def test_a_summary_fits_80_columns() -> None:
+    """Names and bounds of intervals are whole, and none is cut off."""
+    (grid,) = compare(runs("gated_deltanet", HALF) + runs("gated_deltanet+post", HALF), PARTS).summaries()
+    for width in (80, 200):
+        out = io.StringIO()
+        Console(file=out, width=width).print(grid)
+        said = out.getvalue()
+        assert "…" not in said and all(len(line) <= width for line in said.splitlines()), said
+        bounds = [bound for cell in grid.rows[1] if "[" in cell for bound in cell[cell.index("[") :].split(", ")]
+        assert bounds and all(bound in said for bound in bounds), said
 
 
 def test_a_summary_has_a_row_a_model_and_a_column_a_length() -> None:

@@ -89,9 +89,9 @@ class Seen:
         from rich.table import Table
 
         counts = Counter(standing.partition(":")[0] for standing in self.standings)
-        title = f"{len(self.plan.runs)} runs: " + ", ".join(f"{count} {name}" for name, count in counts.items())
+        title = f"{_run_count(len(self.plan.runs))}: " + ", ".join(f"{count} {name}" for name, count in counts.items())
         table = Table(title=title, title_justify="left", caption="\n".join(self.plan.repeated), caption_justify="left")
-        for heading in ("run", "", "folder", "stands"):
+        for heading in ("run", "what", "folder", "stands"):
             table.add_column(heading, overflow="fold")
         for run, standing in zip(self.plan.runs, self.standings, strict=True):
             table.add_row(str(run.number), run.label, run.folder.path.name, standing)
@@ -193,7 +193,7 @@ class _Work:
                 again += run.key in self._known
         done = len(self.records) + len(self.failures)
         remark = f", {again} of them failed before and start again" if again else ""
-        progress.say(f"{self._total} runs, {done} done already, {len(self.waiting)} to do{remark}")
+        progress.say(f"{_run_count(self._total)}, {done} done already, {len(self.waiting)} to do{remark}")
 
     def carry_out(self, engine: Engine) -> None:
         """Until nothing is left. Raises InterruptedRunError where somebody asks to stop."""
@@ -272,3 +272,8 @@ def _read_failures(folder: Path) -> dict[str, str]:
     except UserError:
         return {}
     return {str(key): str(error) for key, error in found.items()} if isinstance(found, dict) else {}
+
+
+def _run_count(number: int) -> str:
+    """1 run, 2 runs."""
+    return f"{number} run{'' if number == 1 else 's'}"

@@ -79,9 +79,9 @@ class SweepFile(Block):
     )
 
     def blocks(self) -> list[tuple[str, Block]]:
-        """Every block with what it takes from above filled in, and its place in the file."""
+        """Every block with what it takes from above filled in, and its place in the file: grid, runs.0, none."""
         own = Block(task=self.task, preset=self.preset, seeds=self.seeds, set=self.set, grid=self.grid)
-        found = [("grid", own)] if self.grid or not self.runs else []
+        found = [("grid" if self.grid else "", own)] if self.grid or not self.runs else []
         for place, block in enumerate(self.runs):
             task = block.task or self.task
             same = task == self.task
@@ -154,7 +154,7 @@ def written(value: Any) -> str:
 def _asked(place: str, block: Block, out: Path | None) -> Iterator[Planned]:
     """The runs of a block, not numbered or named yet."""
     if block.task is None:
-        raise UserError(f"{place}: task is missing: mqar or niah, for example")
+        raise UserError(f"{place}{place and ': '}task is missing: mqar or niah, for example")
     get_task(block.task)
     for values in itertools.product(*block.grid.values()):
         asked = {**block.set, **dict(zip(block.grid, values, strict=True))}
@@ -165,7 +165,8 @@ def _asked(place: str, block: Block, out: Path | None) -> Iterator[Planned]:
             found = [Planned(0, config, told, *_ready(config)) for config in configs]
         except UserError as error:
             chosen = ", ".join(f"{key}={written(value)}" for key, value in zip(block.grid, values, strict=True))
-            raise UserError(f"{place}{f' ({chosen})' if chosen else ''}: {error}") from None
+            where = f"{place} ({chosen})" if chosen else place
+            raise UserError(f"{where}: {error}" if where else str(error)) from None
         yield from found
 
 
