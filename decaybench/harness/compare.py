@@ -38,11 +38,13 @@ def compare_runs(
     records, unfinished = [], []
     for run in runs:
         try:
-            records += [read_record(found.record_path) for found in find_evaluations(run)]
+            evaluations = find_evaluations(run)
         except UserError:
             if len(runs) == 1 or not (run / "config.yaml").is_file():
                 raise
             unfinished.append(f"{run.name} left out: it has no finished evaluation")
+            continue
+        records += [read_record(found.record_path) for found in evaluations]
     found = _compared(_of_seeds(records, seeds), base, vary, equal)
     return replace(found, notes=(*found.notes, *unfinished))
 

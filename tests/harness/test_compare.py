@@ -143,3 +143,11 @@ def test_what_equal_and_vary_cant_do_is_refused(here: Path) -> None:
     assert "the run without it has that too" in refused("--vary", "training.state_passing=0")
     assert "training.state_pasing" in refused("--vary", "training.state_pasing=1")
     assert not list(here.iterdir())
+
+
+def test_a_damaged_record_is_no_unfinished_run(here: Path) -> None:
+    for name in ("one", "two"):
+        (here / name / "evaluations" / "abc").mkdir(parents=True)
+        (here / name / "config.yaml").write_text("")
+        (here / name / "evaluations" / "abc" / "record.json").write_text("{")
+    assert "one/evaluations/abc/record.json" in refused("one", "two")

@@ -245,6 +245,26 @@ def test_a_run_whose_worker_is_lost_is_tried_again_but_not_for_ever(tmp_path, mo
     assert error in rows(tmp_path / "s")[0]["error"]
 
 
+class Interrupted(Losing):
+    """An engine whose worker is ended by the Ctrl-C that its caller gets."""
+
+    def wait(self, seconds):
+        os.kill(os.getpid(), signal.SIGINT)
+        [run], self.at_work = self.at_work, []
+        return [(run, Ended(error="its process ended with code 1", lost=True))]
+
+    def stop(self):
+        pass
+
+
+def test_a_run_that_ctrl_c_ends_at_its_start_is_no_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(drive, "_engine", lambda *_: Interrupted(0))
+    path = write_sweep(tmp_path / "s.yaml")
+    done = bench("sweep", str(path), "--out", str(tmp_path / "runs"))
+    assert done.code == 1 and "stopped with 0 of 1 runs done" in done.err
+    assert "failed" not in done.err and not (tmp_path / "s" / "failures.json").exists()
+
+
 def test_a_process_that_dies_is_a_run_that_failed(tmp_path):
     [run] = read_plan(write_sweep(tmp_path / "s.yaml", LONG), out=tmp_path / "runs").runs
     with LocalEngine(1, 1, None, tmp_path / "logs") as engine:

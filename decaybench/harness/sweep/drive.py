@@ -204,7 +204,8 @@ class _Work:
                 if not stopping:
                     self._start(engine, board)
                 for run, ended in engine.wait(_GLANCE):
-                    self._take(run, ended, stopping, board)
+                    # Ctrl-C also ends a process that isn't in a session of its own yet, before engine.stop is called.
+                    self._take(run, ended, stopping or stop.wanted, board)
                 board.show(self.active.values(), len(self.records), self.failures, len(self.waiting))
                 if stop.wanted and not stopping:
                     stopping = True
