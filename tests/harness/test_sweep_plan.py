@@ -12,6 +12,7 @@ import yaml
 from decaybench.harness.presets import configure
 from decaybench.harness.sweep.plan import SweepFile, read_plan
 from tests.command import bench
+from tests.harness.sweeps import write_sweep
 
 ROOT = Path(__file__).parents[2]
 
@@ -219,3 +220,11 @@ def test_the_pages_examples_are_sweeps(tmp_path, number):
 def test_the_page_counts_the_sweeps_that_are_here():
     said = dict(re.findall(r"\]\(\.\./(sweeps/[\w-]+\.yaml)\) \|.+\| (\d+) \|", PAGE))
     assert said == {str(path.relative_to(ROOT)): str(len(read_plan(path).runs)) for path in ROOT.glob("sweeps/*.yaml")}
+
+
+def test_labels_tell_apart_what_the_models_name_does_not(tmp_path):
+    posts = [None, {}, {"variant": "minimal"}]
+    named = read_plan(write_sweep(tmp_path / "s.yaml", grid={"model.post": posts})).runs
+    assert [run.label for run in named] == ["mamba2 seed 0", "mamba2+post seed 0", "mamba2+post-minimal seed 0"]
+    horizons = read_plan(write_sweep(tmp_path / "s.yaml", grid={"model.post": [{}, {"horizon": 64}]})).runs
+    assert [run.label for run in horizons] == ["mamba2+post seed 0 post={}", "mamba2+post seed 0 post={horizon: 64}"]

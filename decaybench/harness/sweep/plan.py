@@ -217,11 +217,12 @@ def _ready(config: RunConfig) -> tuple[RunFolder, EvaluationFolder]:
 def _plan(file: SweepFile, asked: Sequence[Planned]) -> Plan:
     keys = dict.fromkeys(key for run in asked for key in run.asked)
     varying = [key for key in keys if len({written(run.asked.get(key)) for run in asked}) > 1]
+    telling = [key for key in varying if not _named_by_cell(key, asked)]
     several = len({run.config.task.name for run in asked}) > 1
     runs: dict[str, Planned] = {}
     repeated = []
     for run in asked:
-        named = replace(run, number=len(runs) + 1, label=_label(run, varying, several))
+        named = replace(run, number=len(runs) + 1, label=_label(run, telling, several))
         known = runs.setdefault(str(run.evaluation.path), named)
         if known is not named:
             repeated.append(f"{named.label} is asked for twice, and done once: run {known.number}")
@@ -236,13 +237,17 @@ def _label(run: Planned, varying: Sequence[str], several: bool) -> str:
     words += [
         f"{key.rpartition('.')[2]}={written(run.asked[key])}"
         for key in varying
-        if key in run.asked and key not in ("task", "seed", "checkpoint", "model.name") and not _of_addon(key)
+        if key in run.asked and key not in ("task", "seed", "checkpoint", "model.name")
     ]
     return " ".join(words)
 
 
-def _of_addon(key: str) -> bool:
-    return key.startswith("model.") and key.split(".")[1] in ADDONS  # the model's name says it
+def _named_by_cell(key: str, asked: Sequence[Planned]) -> bool:
+    """Whether it is an add-on's, and the model's name says its value: +post-minimal does, and no horizon."""
+    if not key.startswith("model.") or key.split(".")[1] not in ADDONS:
+        return False
+    values = {(run.config.model.cell, written(run.asked.get(key))) for run in asked}
+    return len(values) == len({cell for cell, _ in values})
 
 
 def _check_size(path: Path, content: Any) -> None:
