@@ -98,7 +98,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not text, or a date like 2020-99-99
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if content is None:
-        raise UserError(f"{path} is empty; it must hold keys and values")
+        raise UserError(f"{path} is empty; it must hold a mapping of keys to values")
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold a mapping of keys to values, not {type(content).__name__}")
     return content
