@@ -576,8 +576,14 @@ def compare(
     addon: Annotated[
         str | None, typer.Option(help="Run --task with and without this add-on, where that isn't done yet.")
     ] = None,
-    task: Annotated[str | None, typer.Option(help="The task: mqar, mqar-noisy, niah.")] = None,
-    model: Annotated[str | None, typer.Option(help="Architecture, or several: mamba2,gla.")] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="The task: mqar, mqar-noisy, niah.", show_default="all; of runs to make: mqar"),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Architecture, or several: mamba2,gla.", show_default="all; of runs to make: mamba2"),
+    ] = None,
     seeds: Annotated[
         str | None, typer.Option(help="These seeds alone.", show_default="all; of runs to make: 0,1,2")
     ] = None,

@@ -25,6 +25,18 @@ def writing(path: Path) -> Iterator[None]:
         raise RunError(_reason(path, error)) from error
 
 
+def make_folder(path: Path, of: str = "") -> None:
+    """Make a folder that --out names, before the work for it. of: what it is for, "of runs".
+
+    Raises UserError where it or a parent is a file, RunError where it can't be made.
+    """
+    with writing(path):
+        for place in (path, *path.parents):
+            if place.exists() and not place.is_dir():
+                raise UserError(f"{place} is a file, not a folder{of and ' '}{of}; choose another --out")
+        path.mkdir(parents=True, exist_ok=True)
+
+
 def atomic_write_text(path: Path, text: str) -> None:
     """`atomic_write_bytes` of `text` in UTF-8."""
     atomic_write_bytes(path, text.encode())

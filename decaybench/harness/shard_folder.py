@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from decaybench.core.errors import RunError, UserError
-from decaybench.core.files import append_lines, atomic_write_json, read_json, writing
+from decaybench.core.files import append_lines, atomic_write_json, make_folder, read_json, writing
 from decaybench.text.shards import MANIFEST, SPLITS, TOKENIZER, Manifest, ShardInfo, SplitName, read_manifest
 
 _STATE, _PROGRESS, _LOCK = ".prepare.json", ".progress.jsonl", ".lock"
@@ -57,11 +57,8 @@ class ShardFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        make_folder(path)
         with writing(path):
-            for place in (path, *path.parents):
-                if place.exists() and not place.is_dir():
-                    raise UserError(f"{place} is a file, not a folder; choose another --out")
-            path.mkdir(parents=True, exist_ok=True)
             if not self._is_ours():
                 raise UserError(f"{path} is not empty and no folder of token shards; choose another --out")
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from decaybench.core.errors import UserError
-from decaybench.core.files import atomic_write_json
+from decaybench.core.files import atomic_write_json, make_folder
 from decaybench.harness.config import RunConfig
 from decaybench.harness.drawing import evenly
 from decaybench.harness.environment import resolve_device
@@ -66,6 +66,8 @@ def draw_spectra(paths: Sequence[Path], out: Path | None = None, *, device: str 
 
     out: None for RUN/spectrum, or spectrum/ where there are several runs. asked: as for `spectrum`.
     """
+    if out is not None:
+        make_folder(out)
     runs = look_at(paths, Asked(**asked), device)
     folder = out or (paths[0] / "spectrum" if len(paths) == 1 else Path("spectrum"))
     found = Spectra(folder, tuple(runs))

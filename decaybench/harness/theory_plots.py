@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from decaybench.core.files import atomic_write_json, writing
+from decaybench.core.files import atomic_write_json, make_folder
 from decaybench.harness.drawing import (
     DASHED,
     INK,
@@ -79,12 +79,11 @@ _POSITION_NAMES = {
 
 
 def draw_theory(question: Question, out: Path, progress: Progress | None = None) -> Theory:
-    """Compute, judge and draw: five figures and theory.json, with every number drawn, in `out`. Raises RunError.
+    """Compute, judge and draw: five figures and theory.json, with every number drawn, in `out`.
 
-    The same question gives the same files.
+    The same question gives the same files. Raises UserError or RunError where `out` can't be that folder.
     """
-    with writing(out):  # before a minute of work
-        out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)  # before a minute of work
     theory = judge(compute(question, progress))
     draw(theory, out)
     atomic_write_json(out / "theory.json", theory.plain())

@@ -24,7 +24,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from decaybench.core.config import explain, read_yaml
 from decaybench.core.errors import RunError, UserError
-from decaybench.core.files import append_lines, atomic_write_json, atomic_write_text, cut, read_json, writing
+from decaybench.core.files import (
+    append_lines,
+    atomic_write_json,
+    atomic_write_text,
+    cut,
+    make_folder,
+    read_json,
+    writing,
+)
 from decaybench.results.record import Record
 
 _LOCK = ".lock"
@@ -212,11 +220,8 @@ class RunFolder:
         `force`, while another process works on it.
         """
         folder = cls(path)
+        make_folder(path, "of runs")
         with writing(path):
-            for place in (path, *path.parents):
-                if place.exists() and not place.is_dir():
-                    raise UserError(f"{place} is a file, not a folder of runs; choose another --out")
-            path.mkdir(parents=True, exist_ok=True)
             if not folder._is_run():
                 raise UserError(f"{path} is not empty and not a run folder (no {_CONFIG}); choose another --out")
         if force:

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from decaybench.core.errors import RunError, UserError
-from decaybench.core.files import append_lines, atomic_write_json, atomic_write_text, read_json, readable_json
+from decaybench.core.files import (
+    append_lines,
+    atomic_write_json,
+    atomic_write_text,
+    make_folder,
+    read_json,
+    readable_json,
+)
 
 
 def failing(code: int, after: int = 0) -> Callable[..., Any]:
@@ -120,3 +127,13 @@ def test_damaged_json_is_a_user_error(tmp_path: Path) -> None:
             read_json(path)
     with pytest.raises(UserError, match="can't read"):
         read_json(tmp_path)
+
+
+def test_a_folder_is_made_or_what_stands_in_its_place_is_named(tmp_path: Path) -> None:
+    make_folder(tmp_path / "a" / "b")
+    make_folder(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match=r"file is a file, not a folder of runs; choose another --out"):
+            make_folder(path, "of runs")

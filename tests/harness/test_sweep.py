@@ -206,6 +206,29 @@ def test_a_second_sweep_of_the_same_file_stops(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_run_at_work_elsewhere_is_waited_for(tmp_path, monkeypatch):
+    """The others are done meanwhile; failures of runs that the file no longer has are forgotten."""
+    monkeypatch.setattr(drive, "_BUSY", 0.1)
+    path = write_sweep(tmp_path / "s.yaml", seeds=[0, 1])
+    first, second = read_plan(path, out=tmp_path / "runs").runs
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "failures.json").write_text('{"mqar-gone/0": "diverged"}')
+    first.folder.path.mkdir(parents=True)
+    lock = FileLock(first.folder.path / ".lock")
+    lock.acquire()
+    begun = start("sweep", str(path), "--out", str(tmp_path / "runs"), "--workers", "1", cwd=tmp_path)
+    try:
+        assert begun.wait_for(second.evaluation.is_complete) and not first.evaluation.is_complete()
+    finally:
+        lock.release()
+    done = begun.end()
+    assert done.code == 0, done.err
+    assert done.err.count("another process is working on it; it waits") == 1 and "0 failed" not in done.out
+    assert first.evaluation.is_complete()
+    failures = tmp_path / "s" / "failures.json"
+    assert not failures.exists() or json.loads(failures.read_text()) == {}
+
+
 class Losing:
     """An engine whose workers are lost so many times before a run of theirs succeeds."""
 

@@ -116,6 +116,7 @@ WRONG = {
     "no list": ("task: mqar\ngrid: {training.steps: 5}\n", ("grid", "training.steps", "[brackets]", "set")),
     "a mapping for a list": ("task: mqar\ngrid: {training: {steps: [5]}}\n", ("grid", "training", "[brackets]")),
     "empty list": ("task: mqar\ngrid: {training.steps: []}\n", ("training.steps", "no run at all")),
+    "folders in a grid": ("task: mqar\ngrid: {out: [a, b]}\n", ("out can't vary", "--out")),
     "no seeds": ("task: mqar\nseeds: []\n", ("seeds",)),
     "seed twice": ("task: mqar\nseeds: [1, 1]\n", ("seed", "twice")),
     "half a seed": ("task: mqar\nseeds: [0.5]\n", ("seeds.0=0.5",)),

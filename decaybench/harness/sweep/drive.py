@@ -12,6 +12,7 @@ Nothing else is remembered from one sitting to the next: whether a run is done, 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 ENGINES = ("local", "ray")
 _GLANCE = 0.2  # seconds between looks at what is at work
 _TRIES = 4  # of a run whose worker is lost
+_BUSY = 5.0  # seconds until a run that another process works on is looked at again
 
 
 @dataclass(frozen=True)
@@ -179,11 +181,15 @@ class _Work:
         self._progress = progress
         self._total = len(plan.runs)
         self._tries: dict[int, int] = {}
+        self._not_before: dict[int, float] = {}  # of runs that another process works on
         self.active: dict[int, Planned] = {}
         self.records: dict[int, Record] = {}
         self.failures: dict[int, str] = {}
         self.waiting: list[Planned] = []
         self._known = _read_failures(folder)
+        if gone := self._known.keys() - {run.key for run in plan.runs}:  # the file was changed
+            self._known = {key: error for key, error in self._known.items() if key not in gone}
+            self._write_failures()
         again = 0
         for run in plan.runs:
             if run.evaluation.is_complete():
@@ -224,6 +230,8 @@ class _Work:
                 return
             if any(run.folder.path == other.folder.path for other in self.active.values()):
                 continue
+            if time.monotonic() < self._not_before.get(run.number, 0.0):
+                continue
             self.waiting.remove(run)
             self.active[run.number] = run
             board.started(run)
@@ -235,6 +243,12 @@ class _Work:
         for note in ended.notes:
             board.note(f"{run.label}: {note}")
         if ended.stopped or (ended.lost and stopping):
+            self.waiting.append(run)
+        elif ended.busy:
+            # Another sweep's, say; or a lost worker's: NFS keeps the lock of a lost client for 90 s.
+            if run.number not in self._not_before:
+                board.note(f"{run.label}: another process is working on it; it waits until that ends")
+            self._not_before[run.number] = time.monotonic() + _BUSY
             self.waiting.append(run)
         elif ended.again and self._tries.get(run.number, 1) < _TRIES:
             self._tries[run.number] = self._tries.get(run.number, 1) + 1

@@ -55,6 +55,8 @@ class Block(Config):
     @classmethod
     def _lists(cls, grid: Any) -> Any:
         for key, values in grid.items() if isinstance(grid, Mapping) else ():
+            if key == "out":
+                raise ValueError("out can't vary: a sweep has one folder of run folders, under set or by --out")
             if not isinstance(values, list | tuple):
                 raise ValueError(f"{key} takes a list of values here, in [brackets]; a single one belongs under set")
             if not values:
@@ -182,7 +184,7 @@ def _layers(asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             raise UserError(f"{key!r} is no key; one looks like training.steps")
         copied = json.loads(json.dumps(number_or_text(value), default=str))  # merge changes what it is given
         merge(whole, nested(path, copied))
-    flat = dict(_flat(whole, ""))
+    flat = dict(_leaves(whole, ""))
     return (
         {key: value for key, value in flat.items() if value is not None},
         [f"{key}=null" for key, value in flat.items() if value is None],
@@ -200,10 +202,11 @@ def _split(asked: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _flat(content: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(content: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    # Not core.config.flat: a null is something that was asked.
     for key, value in content.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 

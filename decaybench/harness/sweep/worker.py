@@ -9,7 +9,6 @@ import faulthandler
 import os
 import signal
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,21 +20,18 @@ from decaybench.harness.interrupt import InterruptedRunError
 from decaybench.harness.progress import Progress
 from decaybench.results.run_folder import LockedError
 
-# A worker that was lost with its machine may keep its folder locked for a while: NFS waits 90 s for a lost client.
-_PATIENCE = 120.0
-_AGAIN = 0.5
-
 
 @dataclass(frozen=True)
 class Ended:
     """How a run ended. error: one line; None: done, or stopped on request. lost: without an answer; again: by no fault
-    of its own, perhaps. notes: what it said that matters.
+    of its own, perhaps; busy: another process works on it. notes: what it said that matters.
     """
 
     error: str | None = None
     stopped: bool = False
     lost: bool = False
     again: bool = False
+    busy: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -54,22 +50,17 @@ def carry_out_here(config: Mapping[str, Any], threads: int, gpus: str | None) ->
 
     torch.set_num_threads(threads)
     progress = _Notes()
-    until = time.monotonic() + _PATIENCE
-    while True:
-        try:
-            carry_out(make_config(config), progress=progress)
-        except LockedError as error:
-            if time.monotonic() < until:
-                time.sleep(_AGAIN)
-                continue
-            return Ended(error=str(error), notes=tuple(progress.notes))
-        except InterruptedRunError:
-            return Ended(stopped=True, notes=tuple(progress.notes))
-        except (UserError, RunError) as error:
-            # A sweep has no --force, and doesn't need one.
-            told = str(error).replace("--force starts", "deleting its folder starts")
-            return Ended(error=" ".join(told.split()), notes=tuple(progress.notes))
-        return Ended(notes=tuple(progress.notes))
+    try:
+        carry_out(make_config(config), progress=progress)
+    except LockedError as error:
+        return Ended(error=str(error), busy=True)
+    except InterruptedRunError:
+        return Ended(stopped=True, notes=tuple(progress.notes))
+    except (UserError, RunError) as error:
+        # A sweep has no --force, and doesn't need one.
+        told = str(error).replace("--force starts", "deleting its folder starts")
+        return Ended(error=" ".join(told.split()), notes=tuple(progress.notes))
+    return Ended(notes=tuple(progress.notes))
 
 
 def into_file(path: Path) -> None:
