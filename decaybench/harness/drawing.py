@@ -95,7 +95,7 @@ def make_panels(
     panels = list(grid[:count])
     for panel in panels[max(0, count - columns) :]:  # also those whose neighbour below was removed
         panel.tick_params(labelbottom=True)
-    per_line = int(12 * size[0])  # characters
+    per_line = int(11.5 * size[0])  # characters, wide ones too
     figure.suptitle(textwrap.fill(title, per_line), x=0.01, ha="left")
     return figure, panels
 
