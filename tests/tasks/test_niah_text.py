@@ -191,11 +191,11 @@ def test_cells_are_variants_by_lengths_by_depths() -> None:
         ({"variants": ["singel_1"]}, "did you mean 'single_1'?"),
         ({"variants": ["al"]}, "did you mean 'all'?"),
         ({"variants": ["single_1", "all"]}, "unknown NIAH variant 'all'"),
-        ({"variants": []}, "at least 1"),
+        ({"variants": []}, "one at least"),
         ({"variants": ["single_1", "single_1"]}, "must not repeat a value"),
         ({"depths": [0.5, 1.5]}, "evaluation.depths.1=1.5"),
         ({"depths": [-0.1]}, "greater than or equal to 0"),
-        ({"depths": []}, "at least 1"),
+        ({"depths": []}, "one at least"),
         ({"depths": [0.5, 0.5]}, "must not repeat a value"),
     ],
 )
