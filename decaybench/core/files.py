@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from decaybench.core.errors import RunError, UserError
 
 _WIDTH = 110
@@ -35,6 +37,24 @@ def make_folder(path: Path, of: str = "") -> None:
             if place.exists() and not place.is_dir():
                 raise UserError(f"{place} is a file, not a folder{of and ' '}{of}; choose another --out")
         path.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def locked(lock: Path, said: str, patience: float = 0.0, kind: type[RunError] = RunError) -> Iterator[None]:
+    """Held by one process at a time, and let go by its death. lock: a file in a folder that exists.
+
+    Raises `kind` with the line `said` where another process still holds it after `patience` seconds.
+    """
+    held = FileLock(lock, timeout=patience)
+    with writing(lock):
+        try:
+            held.acquire()
+        except Timeout:
+            raise kind(said) from None
+    try:
+        yield
+    finally:
+        held.release()
 
 
 def atomic_write_text(path: Path, text: str) -> None:

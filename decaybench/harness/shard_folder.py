@@ -17,11 +17,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from decaybench.core.errors import RunError, UserError
-from decaybench.core.files import append_lines, atomic_write_json, make_folder, read_json, writing
+from decaybench.core.errors import UserError
+from decaybench.core.files import append_lines, atomic_write_json, locked, make_folder, read_json, writing
 from decaybench.text.shards import MANIFEST, SPLITS, TOKENIZER, Manifest, ShardInfo, SplitName, read_manifest
 
 _STATE, _PROGRESS, _LOCK = ".prepare.json", ".progress.jsonl", ".lock"
@@ -65,18 +64,10 @@ class ShardFolder:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Held while working on the folder. Raises RunError at once where another process holds it."""
-        lock = FileLock(self.path / _LOCK, timeout=0)
-        with writing(self.path / _LOCK):
-            try:
-                lock.acquire()
-            except Timeout:
-                raise RunError(
-                    f"another process is working on {self.path}; wait for it or choose another --out"
-                ) from None
-        try:
+        with locked(
+            self.path / _LOCK, f"another process is working on {self.path}; wait for it or choose another --out"
+        ):
             yield
-        finally:
-            lock.release()
 
     @property
     def is_complete(self) -> bool:

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
-
 from decaybench.core.config import flat
-from decaybench.core.errors import RunError, UserError
-from decaybench.core.files import atomic_write_json, read_json, writing
+from decaybench.core.errors import UserError
+from decaybench.core.files import atomic_write_json, locked, read_json, writing
 from decaybench.core.hashing import digest
 from decaybench.results.record import (
     ENOUGH,
@@ -292,17 +290,11 @@ def _rules(lines: Sequence[Row]) -> list[tuple[Row, str]]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    lock = FileLock(path.with_suffix(".lock"), timeout=_PATIENCE)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise RunError(f"another process has kept {path} locked for {_PATIENCE:g} s; try again") from None
-    try:
+    said = f"another process has kept {path} locked for {_PATIENCE:g} s; try again"
+    with locked(path.with_suffix(".lock"), said, _PATIENCE):
         yield
-    finally:
-        lock.release()
 
 
 def _where(path: Path, index: int, entry: Any) -> str:

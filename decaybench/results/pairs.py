@@ -26,6 +26,7 @@ from decaybench.results.pair_tables import Grid, comparison_grid, summary_grid
 from decaybench.results.record import CellResult, Record
 
 _CELL = "model.cell"
+_OF_TRAINING = ("task.stages", "task.mix")  # of a task's settings; the others make its questions, too
 _AS_LARGE = 0.05  # states that are said to be equal differ by no larger share
 
 Equal = Literal["state"]
@@ -242,6 +243,8 @@ def _experiments(records: Iterable[Record], parts: Sequence[str]) -> list[_Exper
 def _check_keys(vary: Sequence[str], experiments: Sequence[_Experiment], base: str | None) -> None:
     known = {key: None for experiment in experiments for key in experiment.settings}
     for key in vary:
+        if key.split(".")[0] in ("task", "evaluation") and key not in _OF_TRAINING:
+            raise UserError(f"--vary {key}: it changes the questions, and only answers to the same ones can be paired")
         if key in known:
             continue
         if not any(name.startswith(f"{key}.") for name in known):

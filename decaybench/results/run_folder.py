@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import yaml
-from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from decaybench.core.config import explain, read_yaml
@@ -29,6 +28,7 @@ from decaybench.core.files import (
     atomic_write_json,
     atomic_write_text,
     cut,
+    locked,
     make_folder,
     read_json,
     writing,
@@ -231,18 +231,9 @@ class RunFolder:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Held while working on the folder. Raises LockedError at once where another process holds it."""
-        lock = FileLock(self.path / _LOCK, timeout=0)
-        with writing(self.path / _LOCK):
-            try:
-                lock.acquire()
-            except Timeout:
-                raise LockedError(
-                    f"another process is working on {self.path}; wait for it or choose another --out"
-                ) from None
-        try:
+        said = f"another process is working on {self.path}; wait for it or choose another --out"
+        with locked(self.path / _LOCK, said, kind=LockedError):
             yield
-        finally:
-            lock.release()
 
     @property
     def config_path(self) -> Path:

@@ -240,6 +240,8 @@ def test_settings_that_cant_vary_are_refused() -> None:
     assert f"unknown setting 'training.state_pasing'; did you mean '{PASSING}'?" in refusal(
         records, vary=["training.state_pasing"]
     )
+    for key in ("task.fill", "task", "evaluation.seed"):
+        assert f"--vary {key}: it changes the questions" in refusal(records, vary=[key], base="mamba2")
     assert "--vary training: it is several settings, so say with --base" in refusal(records, vary=["training"])
     assert f"no two records differ in {PASSING} alone; here are mamba2" in refusal(passing(0.9), vary=[PASSING])
 

@@ -20,10 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
-
-from decaybench.core.errors import RunError, UserError
-from decaybench.core.files import atomic_write_json, read_json, writing
+from decaybench.core.errors import UserError
+from decaybench.core.files import atomic_write_json, locked, read_json, writing
 from decaybench.core.names import unknown
 from decaybench.harness.distributed import expected_processes
 from decaybench.harness.environment import resolve_device
@@ -150,17 +148,10 @@ def _standing(run: Planned, failed: dict[str, str]) -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    lock = FileLock(folder / ".lock", timeout=0)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise RunError(f"another process is working on the sweep of {folder}; wait for it") from None
-    try:
+    with locked(folder / ".lock", f"another process is working on the sweep of {folder}; wait for it"):
         yield
-    finally:
-        lock.release()
 
 
 def _engine(wish: Wish, plan: Plan, folder: Path) -> Engine:
